@@ -46,7 +46,7 @@ def _split(rest: str) -> tuple[str, str, str]:
     """Split the part of a URL after :// into authority (user, host and port), delimiter and the rest.
 
     The authority ends at the first / ? or #. A password may contain one of these unescaped: then an @ follows, and the
-    text before the delimiter is not a host with a port. In doubt, more is removed than necessary.
+    text before the delimiter is not a host with a port. When in doubt, remove more than necessary.
     """
     end = re.search(r"[/?#]", rest)
     if end is None:
@@ -62,7 +62,7 @@ def _split(rest: str) -> tuple[str, str, str]:
 
 
 def is_secret_name(name: str) -> bool:
-    """Whether a parameter or a key of this name usually holds a credential, such as `hub_token` or `api_key`."""
+    """Whether a parameter or key with this name usually holds a credential, such as `hub_token` or `api_key`."""
     words = re.sub(r"([a-z])([A-Z])", r"\1 \2", name).lower()
     joined = re.sub(r"[\W_]", "", words)
     is_secret = bool(_SECRET_WORDS & set(re.split(r"[\W_]+", words))) or joined.endswith(_SECRET_ENDS)

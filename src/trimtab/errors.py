@@ -110,9 +110,9 @@ class DoesNotFit(TrimtabError):
 
 
 class Stopped(TrimtabError, SystemExit):
-    """Stopped by a signal or a time limit; the run can be resumed.
+    """A run was stopped by a signal or a time limit; it can be resumed.
 
-    A `SystemExit`, so a script that does not catch it exits with code 75 and without a traceback.
+    It is a `SystemExit`, so a script that does not catch it exits with code 75 and without a traceback.
     """
 
     exit_code = 75

@@ -24,12 +24,12 @@ logger.addFilter(lambda _: not _muted.now)
 
 # Warnings of other packages that users cannot act on, by logger; a part of the message identifies them.
 _FOREIGN_NOISE = {
-    # PEFT and transformers import bitsandbytes and torchao wherever they are installed, so unrelated commands would
-    # show that a faster kernel was not found, or that kernels for other machines were not loaded.
+    # PEFT and transformers import bitsandbytes and torchao whenever they are installed. Without these filters,
+    # unrelated commands would warn about a missing faster kernel, or about kernels for other machines.
     "bitsandbytes.backends.cpu.ops": "gemm_4bit_forward",
     "torchao": "Failed to load",
     "torch.utils._pytree": "is an Enum subclass",
-    # every product of 8-bit weights repeats this
+    # repeated for every matrix product with 8-bit weights
     "bitsandbytes.autograd._functions": "inputs will be cast",
 }
 
@@ -46,7 +46,7 @@ def say(message: str) -> None:
     """Log a message at level INFO, visible even if the application never configured logging.
 
     By default Python shows warnings only. If neither our logger nor the root logger has a handler, a stream handler is
-    added to our logger. An application that configures logging keeps full control.
+    added to our logger. Nothing is added if the application has configured logging.
     """
     if not logger.handlers and not logging.getLogger().handlers:
         handler = logging.StreamHandler()
@@ -65,7 +65,7 @@ def log_info_once(message: str) -> None:
 
 @contextmanager
 def muted() -> Iterator[None]:
-    """Suppress log output of this thread, for trial runs; `log_info_once` does not record suppressed messages."""
+    """Suppress log output of this thread during trial runs; `log_info_once` does not count suppressed messages."""
     before, _muted.now = _muted.now, True
     try:
         yield
@@ -80,7 +80,7 @@ def is_muted() -> bool:
 
 @contextmanager
 def unmuted() -> Iterator[None]:
-    """Show log output inside `muted`, for a message of a trial run that concerns its result."""
+    """Show log output inside `muted`, for messages about the result of a trial run."""
     before, _muted.now = _muted.now, False
     try:
         yield
@@ -90,7 +90,7 @@ def unmuted() -> Iterator[None]:
 
 @contextmanager
 def quiet_package(name: str) -> Iterator[None]:
-    """Suppress Python's warnings, and messages of a package below ERROR, for calls whose warnings users cannot act on.
+    """Suppress Python warnings and a package's log messages below ERROR, for calls whose warnings users cannot act on.
 
     Args:
         name: Name of the package's logger.
@@ -107,9 +107,9 @@ def quiet_package(name: str) -> Iterator[None]:
 
 
 def log_to_file_only(rank: int) -> None:
-    """Log INFO messages of this process to `$TRIMTAB_LOG_DIR/rank-N.log` only, or nowhere if the variable is not set.
+    """Log this process's INFO messages only to `$TRIMTAB_LOG_DIR/rank-N.log`, or nowhere if the variable is not set.
 
-    For all ranks but the main one. Warnings still go to stderr.
+    Every rank except the main process calls it. Warnings still go to stderr.
     """
     for before in list(logger.handlers):
         logger.removeHandler(before)

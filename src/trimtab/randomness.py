@@ -17,14 +17,17 @@ import torch
 from trimtab.errors import RecipeError
 
 RandomState = dict[str, Any]
-DETERMINISTIC_WORKSPACES = ":4096:8"  # CUBLAS_WORKSPACE_CONFIG with which cuBLAS is deterministic
+DETERMINISTIC_WORKSPACES = ":4096:8"  # the value of CUBLAS_WORKSPACE_CONFIG that makes cuBLAS deterministic
 
 
 def set_seed(seed: int) -> None:
-    """Seed the generators of Python, NumPy and torch (on every device).
+    """Seed the random number generators of Python, NumPy and torch (on every device).
+
+    Args:
+        seed: An integer from -2**63 to 2**64 - 1.
 
     Raises:
-        RecipeError: The seed is not an integer that torch accepts.
+        RecipeError: The seed is not an integer in this range.
     """
     if not hasattr(seed, "__index__") or not -(2**63) <= operator.index(seed) < 2**64:
         raise RecipeError(f"seed: found {seed!r}", "an integer, such as 0")
@@ -36,7 +39,7 @@ def set_seed(seed: int) -> None:
 
 
 def seed_by_rank(rank: int) -> None:
-    """Reseed the generators of this process from their common state and its rank, so dropout masks differ by rank.
+    """Reseed this process's generators from its rank and their common state, so that dropout masks differ by rank.
 
     Rank 0 keeps its state: it draws the same numbers as a run with one process.
     """
@@ -60,7 +63,7 @@ def random_state() -> RandomState:
 
 
 def torch_random_state() -> RandomState:
-    """Return the state of torch's generators on the CPU and each accelerator, which dropout and the like draw from."""
+    """Return the state of torch's generators on the CPU and each accelerator, which dropout draws from."""
     state: RandomState = {"torch": torch.get_rng_state()}
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is not None:
@@ -94,7 +97,7 @@ def restore_random_state(state: RandomState) -> None:
 
 @contextmanager
 def preserve_host_random_state() -> Iterator[None]:
-    """Restore the host's generators on exit, whatever was drawn from them inside."""
+    """Restore the host's generators on exit, no matter what was drawn from them inside."""
     state = host_random_state()
     try:
         yield
@@ -103,7 +106,7 @@ def preserve_host_random_state() -> Iterator[None]:
 
 
 def use_deterministic_kernels() -> None:
-    """Use deterministic kernels only, in the whole process; operations that have none raise an error.
+    """Use only deterministic kernels in this process; operations without one raise an error.
 
     Call it before the first use of cuBLAS, which reads CUBLAS_WORKSPACE_CONFIG once.
     """

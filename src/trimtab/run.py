@@ -29,7 +29,15 @@ from trimtab.training.work_progress import work_shown_as
 
 @dataclass(frozen=True)
 class Result:
-    """The result of a run: how it ended, its plan, its folder, and the folder of its best model."""
+    """The result of a run.
+
+    Attributes:
+        fit: How training ended: last step, final metrics, best metric, stop reason, peak memory.
+        plan: How the steps were computed, with the predicted memory and time.
+        folder: The run folder.
+        best: The folder of the best model, in Hugging Face format; None if no model was saved.
+        is_main_process: Whether this process has rank 0.
+    """
 
     fit: FitResult
     plan: Plan
@@ -51,25 +59,35 @@ def fit(
     resume: bool | str = False,
     fresh: bool = False,
 ) -> Result:
-    """Train as a recipe says, and keep the best model.
+    """Train a model as a recipe describes, and save the best one.
 
     Args:
-        recipe: A `Recipe`, or one loaded from a file with the origin of its values.
-        model: A model object that is trained instead of the recipe's model. A copy in the folder of the runs is what
-            trains; resuming the run needs that copy. Models that transformers cannot load again are refused.
-        tokenizer: A tokenizer object, in the same way.
-        callbacks: Objects with any of on_step, on_eval, on_save, on_end.
+        recipe: A `Recipe`, or the result of loading a recipe file.
+        model: A model object to train instead of the recipe's model. A copy is saved next to the runs, trained, and
+            needed to resume the run. Models that transformers cannot load again raise an error.
+        tokenizer: A tokenizer object to use instead of the recipe's; saved in the same way.
+        callbacks: Objects with one or more of the methods on_step, on_eval, on_save and on_end.
         loss: A custom loss: a function of (outputs, batch) that returns a mean, or a mean and its weight.
-        metrics: Custom metrics: functions of (logits, batch) that return one value per row. `evaluate.metric` may
-            name one; higher is better unless the function has an attribute `higher_is_better` that is False.
-        progress: "auto", "bar", "plain", "json" or "quiet".
-        device: Where to train; found if left out.
-        resume: Resume the run in the folder, if there is one; "step-100" from that checkpoint.
-        fresh: Replace the run in the folder.
+        metrics: Custom metrics by name: functions of (logits, batch) that return one value per row. `evaluate.metric`
+            may name one. Higher is better, unless the function has the attribute `higher_is_better = False`.
+        progress: How to show progress: "auto", "bar", "plain", "json" or "quiet".
+        device: The device to train on, such as "cuda:1"; by default an accelerator if there is one, else the CPU.
+        resume: Whether to resume the run if its folder already contains one; "step-100" resumes from that checkpoint.
+        fresh: Whether to replace the run if its folder already contains one.
+
+    Returns:
+        The result: metrics, plan, run folder and the folder of the best model.
 
     Raises:
-        Stopped: After a signal; a checkpoint was saved, and the run can be resumed.
-        RecipeError: A callback would never be called, or a metric of yours has the name of one of trimtab's.
+        Stopped: After a signal or at the time limit. A checkpoint was saved, and the run can be resumed.
+        RecipeError: A setting is invalid, a callback has none of the known methods, or a custom metric has the name of
+            a built-in one.
+        DoesNotFit: No plan fits into the memory budget.
+
+    Example:
+        recipe = Recipe(model="bert-base-uncased", data={"train": "reviews.csv"}, train={"epochs": 1})
+        result = fit(recipe)
+        model = load(result.best).model
     """
     loaded = as_loaded(recipe)
     check_callbacks(callbacks)
@@ -98,14 +116,20 @@ def fit(
 def resume(
     run: str | Path, *, from_step: str | None = None, sets: Sequence[str] = (), out: str | None = None, **options: Any
 ) -> Result:
-    """Resume a run that was killed or stopped, or train a finished one longer.
+    """Resume a run that was killed or stopped, or train a finished run longer.
 
     Args:
-        run: Its folder, or its mirror.
-        from_step: The checkpoint to resume from ("step-100"); by default the newest.
-        sets: Changes to its recipe, such as "train.epochs=5".
-        out: Folder to copy a mirror to; runs/EXPERIMENT/NAME, as in the path of the mirror, if left out.
-        options: Arguments of `fit`.
+        run: The run folder, or its mirror.
+        from_step: The checkpoint to resume from, such as "step-100"; by default the newest.
+        sets: Changes to the recipe, such as "train.epochs=5".
+        out: Folder to copy a mirror to; by default runs/EXPERIMENT/NAME, with the names in the mirror's path.
+        options: Other arguments of `fit`, such as callbacks or progress.
+
+    Returns:
+        The result of the run, as from `fit`.
+
+    Example:
+        resume("runs/reviews/first", sets=["train.epochs=5"])
     """
     engine = Engine(device=options.get("device"))
     mirror = mirror_setting(Path(run))

@@ -16,7 +16,7 @@ SECONDS_SYNTAX = "a length of time such as 90s, 10min, 3h, 1h30m or a number of 
 SHARE_SYNTAX = "a share between 0 and 1, such as 0.02 or 2%"
 EVERY_SYNTAX = "an interval such as 500 steps, epoch, 2 epochs or 10min"
 
-_NUMBER = r"(?:[0-9]+\.?[0-9]*|\.[0-9]+)"  # no exponents: Fraction("1e999999999") would not end
+_NUMBER = r"(?:[0-9]+\.?[0-9]*|\.[0-9]+)"  # no exponents: Fraction("1e999999999") would never finish
 _BYTES = {"": 1, "b": 1, "byte": 1, "bytes": 1}
 _BYTES |= {f"{letter}b": 1000**power for power, letter in enumerate("kmgt", start=1)}
 _BYTES |= {f"{letter}ib": 1024**power for power, letter in enumerate("kmgt", start=1)}
@@ -79,13 +79,13 @@ def format_bytes(num_bytes: float) -> str:
         return f"{sign}{size:.0f} B"
     for unit in ("KiB", "MiB", "GiB"):
         size /= 1024
-        if round(size, 1) < 1024:  # rounded first: never "1024.0 KiB"
+        if round(size, 1) < 1024:  # rounded first, so that it never shows "1024.0 KiB"
             return f"{sign}{size:.1f} {unit}"
     return f"{sign}{size / 1024:.1f} TiB"
 
 
 def exact_bytes(num_bytes: int) -> str:
-    """Format bytes such that `parse_bytes` returns exactly the same number."""
+    """Format bytes so that `parse_bytes` returns exactly the same number."""
     for unit, size in (("TiB", 1024**4), ("GiB", 1024**3), ("MiB", 1024**2), ("KiB", 1024)):
         if num_bytes and num_bytes % size == 0:
             return f"{num_bytes // size}{unit}"
@@ -131,7 +131,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def exact_seconds(seconds: float) -> str:
-    """Format seconds such that `parse_seconds` returns exactly the same number: "1h30min", "0.25s"."""
+    """Format seconds so that `parse_seconds` returns exactly the same number: "1h30min", "0.25s"."""
     if seconds != int(seconds):
         return f"{_plain(seconds)}s"
     words, rest = "", int(seconds)
@@ -193,7 +193,7 @@ def _lowered(text: object) -> str:
 
 
 def _refuse_clock(words: str, allowed: str) -> None:
-    """Refuse "1:30": YAML 1.1 reads it as 90 (1 min 30 s), a clock as 1 h 30 min."""
+    """Refuse "1:30": YAML 1.1 reads it as 90, a clock as 1 h 30 min."""
     if clock := re.fullmatch(r"([0-9]+):([0-9]{1,2})", words):
         hours, minutes = f"{clock[1]}h{clock[2]}m", f"{clock[1]}m{clock[2]}s"
         raise RecipeError(f"'{words}' may be {hours} or {minutes}", f"write {allowed}")

@@ -2,7 +2,7 @@
 
 `from accelerate import …` becomes `from trimtab.accelerate import …`. The submodules that scripts import from, such as
 `accelerate.utils`, `accelerate.state` and `accelerate.logging`, are aliases of this module. docs/accelerate.md lists
-every verb and argument, and the differences.
+every method and argument, and the differences.
 """
 
 import sys
@@ -89,7 +89,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Take functions such as `is_xpu_available` from Accelerate; raise an error with a cure for any other name."""
+    """Import functions such as `is_xpu_available` from Accelerate; any other name raises an error with a suggestion."""
     if name.startswith("__"):
         raise AttributeError(name)
     if f"{__name__}.{name}" in sys.modules:  # such as `trimtab.accelerate.utils`, an alias of this module

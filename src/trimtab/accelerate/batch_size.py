@@ -1,4 +1,4 @@
-"""`find_executable_batch_size`: repeats a training function with smaller batches until one fits into memory."""
+"""`find_executable_batch_size`: call a training function with smaller and smaller batches until one fits."""
 
 import functools
 import inspect
@@ -17,12 +17,19 @@ def find_executable_batch_size(
     starting_batch_size: int = 128,
     reduce_batch_size_fn: Callable[[], int] | None = None,
 ) -> Any:
-    """Decorate a function that takes a batch size as its first argument; it is called again if memory runs out.
+    """Decorate a function that takes a batch size as its first argument; it is called again when memory runs out.
 
     Args:
-        function: The function; callers leave the batch size out.
-        starting_batch_size: The first batch size.
+        function: The function to decorate. Callers of the decorated function leave the batch size out.
+        starting_batch_size: The first batch size to try.
         reduce_batch_size_fn: Returns the next batch size; the default is 0.9 times the last one, rounded down.
+
+    Example:
+        @find_executable_batch_size(starting_batch_size=64)
+        def train(batch_size):
+            ...
+
+        train()
     """
     if function is None:
         return functools.partial(
@@ -34,7 +41,7 @@ def find_executable_batch_size(
 
 
 class _ShrinkingBatch:
-    """The decorated function; it keeps a batch size that has fitted for the next call."""
+    """The decorated function; it remembers the batch size that fit for the next call."""
 
     def __init__(self, function: Callable[..., Any], batch_size: int, reduce: Callable[[], int] | None) -> None:
         self._function, self._batch_size, self._reduce = function, batch_size, reduce
@@ -62,6 +69,13 @@ class _ShrinkingBatch:
 
 
 def release_memory(*objects: Any) -> list[None]:
-    """Collect garbage and empty the device's cache; returns None for each object, to assign to its variable."""
+    """Collect garbage and empty the device's cache.
+
+    Args:
+        objects: The objects to release.
+
+    Returns:
+        None for each object, to assign to its variable: `model, optimizer = release_memory(model, optimizer)`.
+    """
     release_cached_memory(torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu"))
     return [None] * len(objects)

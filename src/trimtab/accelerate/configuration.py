@@ -1,4 +1,4 @@
-"""Accelerate's settings objects, for machines without Accelerate; those of Accelerate itself work as well."""
+"""Accelerate's configuration classes, for machines without Accelerate; Accelerate's own classes work as well."""
 
 from dataclasses import dataclass
 from datetime import timedelta
@@ -10,7 +10,7 @@ import torch
 
 @dataclass
 class DataLoaderConfiguration:
-    """How loaders are shared among processes; see docs/accelerate.md."""
+    """How batches are divided among processes; see docs/accelerate.md."""
 
     split_batches: bool = False
     dispatch_batches: bool | None = None
@@ -59,7 +59,7 @@ class GradScalerKwargs:
 
 @dataclass
 class DistributedDataParallelKwargs:
-    """Options of data parallelism."""
+    """Options of `DistributedDataParallel`."""
 
     dim: int = 0
     broadcast_buffers: bool = True

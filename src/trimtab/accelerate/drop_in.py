@@ -37,17 +37,20 @@ _LAUNCHED_WITH = {
 
 
 class Accelerator(Engine):
-    """An engine that behaves as Accelerate's `Accelerator`, on any number of processes.
+    """An engine that behaves like Accelerate's `Accelerator`, on any number of processes.
 
-    The batch size of a loader is that of one process, and schedulers step once per process; the last batches of an
-    epoch are padded with its first rows; an accumulation window that is shorter because its epoch ends is divided by
-    the full length; all processes draw the same random numbers after the same seed. `trimtab.Engine` has the same verbs
-    and other defaults.
+    It differs from `trimtab.Engine`, which has the same methods, in these defaults:
 
-    The arguments are Accelerate's, see `Engine` for their meaning. Plugins for other kinds of parallelism, dynamo
-    backends but "no", and rng_types but ["generator"] raise an error. `mixed_precision` and
-    `gradient_accumulation_steps` default to what `accelerate launch` was given. `options` are arguments of `Engine`
-    that Accelerate does not have: device, seed, find_unused_parameters, memory_budget, compile_blocks, cuda_graphs.
+    - The batch size of a loader is that of one process, and schedulers step once per process.
+    - The last batches of an epoch are padded with its first rows.
+    - An accumulation window that is cut short by the end of an epoch is divided by the full length.
+    - All processes draw the same random numbers after the same seed.
+
+    The arguments are Accelerate's; see `Engine` for their meaning. Plugins for other kinds of parallelism, any dynamo
+    backend except "no", and any rng_types except ["generator"] raise an error. `mixed_precision` and
+    `gradient_accumulation_steps` default to the values passed to `accelerate launch`. `options` are arguments of
+    `Engine` that Accelerate does not have: device, seed, find_unused_parameters, memory_budget, compile_blocks,
+    cuda_graphs.
     """
 
     _as_accelerate = True
@@ -117,7 +120,7 @@ class Accelerator(Engine):
         """The loss scaler for fp16; None in other precisions. `.grad` is unscaled after every backward."""
         return self._scaler if self._scaler.is_scaling else None
 
-    # The methods below have arguments that Accelerate has and the engine has not.
+    # The methods below have arguments that Accelerate has and the engine does not.
 
     def prepare_model(
         self, model: torch.nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
@@ -147,7 +150,7 @@ class Accelerator(Engine):
     def save_state(self, output_dir: str | Path | None = None, safe_serialization: bool = True) -> str:
         """Write the state to a folder, without the gradients of an open accumulation window.
 
-        A script that saves in every n-th batch returns to the start of the window with `skip_first_batches`.
+        A script that saves every n batches returns to the start of the window with `skip_first_batches`.
         """
         if output_dir is None:
             raise RecipeError("save_state() without a folder is not supported", "accelerator.save_state(a folder)")
@@ -178,7 +181,7 @@ class Accelerator(Engine):
     def unwrap_model(
         self, model: torch.nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = False
     ) -> torch.nn.Module:
-        """Return the model without wrappers; with `keep_torch_compile`, with that of torch.compile."""
+        """Return the model without wrappers; `keep_torch_compile` keeps the wrapper of torch.compile."""
         if keep_torch_compile and "_orig_mod" in model._modules:
             return model
         return super().unwrap_model(model, keep_fp32_wrapper)
@@ -204,7 +207,7 @@ def _refuse_unless(is_usual: bool, what: str, cure: str) -> None:
 
 
 def _precision(asked: Any) -> str:
-    """Return the argument, or the value that `accelerate launch` wrote into the environment."""
+    """Return the argument, or the value that `accelerate launch` set in the environment."""
     value = os.environ.get("ACCELERATE_MIXED_PRECISION", "no") if asked is None else getattr(asked, "value", asked)
     if value == "fp8":
         raise RecipeError('mixed_precision="fp8" is not supported', 'mixed_precision="bf16"')

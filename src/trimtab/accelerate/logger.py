@@ -8,7 +8,7 @@ from trimtab.accelerate.shared_state import PartialState
 
 
 class MultiProcessAdapter(logging.LoggerAdapter[logging.Logger]):
-    """A logger whose calls accept `main_process_only` (default True) and `in_order` (one process after the other)."""
+    """A logger whose calls accept `main_process_only` (default True) and `in_order` (one process after another)."""
 
     def log(self, level: int, msg: object, *args: Any, **kwargs: Any) -> None:
         """Log on the processes that the call selects."""
@@ -35,7 +35,7 @@ class MultiProcessAdapter(logging.LoggerAdapter[logging.Logger]):
 
 
 def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
-    """Return the logger of that name, for several processes."""
+    """Return a logger for several processes."""
     log_level = log_level or os.environ.get("ACCELERATE_LOG_LEVEL")
     logger = logging.getLogger(name)
     if log_level is not None:

@@ -15,18 +15,18 @@ def notebook_launcher(
     use_port: str | int | None = None,
     **options: Any,
 ) -> Any:
-    """Call a function on several processes of this host, or in this process if it is one.
+    """Call a function on several processes of this host, or in this process if `num_processes` is 1.
 
     Args:
         function: The function; it creates its own `Accelerator`.
         args: Its arguments.
         num_processes: The number of processes; 1 by default.
-        mixed_precision: Only "no": pass it to the `Accelerator` instead.
+        mixed_precision: Must be "no"; pass the precision to the `Accelerator` instead.
         use_port: The port of the rendezvous; a free one by default.
         options: Other options of Accelerate's launcher; any that is not None raises an error.
 
     Returns:
-        The results of all processes in rank order; for one process its result.
+        The results of all processes in rank order; with one process, its result alone.
     """
     if mixed_precision != "no":
         raise RecipeError(

@@ -1,4 +1,4 @@
-"""Collective functions that need no engine: `gather`, `broadcast`, `reduce` and similar ones."""
+"""Collective operations that need no engine: `gather`, `broadcast`, `reduce` and others."""
 
 from typing import Any, TypeVar
 

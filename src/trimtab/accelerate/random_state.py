@@ -12,8 +12,8 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
 
     Args:
         seed: The seed.
-        device_specific: Whether the rank is added to the seed, so that processes draw different numbers.
-        deterministic: Whether this process uses only deterministic kernels from now on.
+        device_specific: Whether to add the rank to the seed, so that each process draws different numbers.
+        deterministic: Whether to use only deterministic kernels from now on.
     """
     seed_all(seed + PartialState().process_index if device_specific else seed)
     if deterministic:
@@ -25,7 +25,7 @@ def synchronize_rng_state(rng_type: str | None = None, generator: torch.Generato
 
     Args:
         rng_type: "torch", "generator", or the type of an accelerator, such as "cuda".
-        generator: The generator for "generator".
+        generator: The generator to synchronize, if `rng_type` is "generator".
     """
     world = PartialState().world
     kind = getattr(rng_type, "value", rng_type)

@@ -1,7 +1,7 @@
 """`PartialState()`, `AcceleratorState()` and `GradientState()`: views of the latest `Accelerator`.
 
-In Accelerate these are process-wide singletons. Here they are views of the `Accelerator` created last, or, before there
-is one, of the processes found from the environment.
+In Accelerate these are process-wide singletons. Here they are views of the most recently created `Accelerator`, or,
+before one exists, of the processes found in the environment.
 """
 
 import os
@@ -28,7 +28,7 @@ def remember(engine: Engine) -> None:
 
 
 def latest_engine() -> Engine | None:
-    """Return the `Accelerator` created last, if it still exists."""
+    """Return the most recently created `Accelerator`, if it still exists."""
     return None if _latest is None else _latest()
 
 
@@ -39,10 +39,10 @@ def forget() -> None:
 
 
 class PartialState(ProcessState):
-    """The processes. Each call returns the same object until the next `Accelerator` is created."""
+    """Information about the processes. Each call returns the same object until the next `Accelerator` is created."""
 
     def __new__(cls, cpu: bool = False, **kwargs: Any) -> ProcessState:  # type: ignore[misc]
-        """Return the state of the latest `Accelerator`, or one found from the environment."""
+        """Return the state of the latest `Accelerator`, or one read from the environment."""
         global _without_engine
         engine = latest_engine()
         if engine is not None:
@@ -56,7 +56,7 @@ class PartialState(ProcessState):
 
     @staticmethod
     def _reset_state(*args: Any, **kwargs: Any) -> None:
-        """Make the next call search again; existing engines are not changed."""
+        """Make the next call read the environment again; existing engines do not change."""
         forget()
 
 
@@ -78,5 +78,5 @@ class GradientState:
 
 
 def is_set(name: str) -> bool:
-    """Return whether an environment variable has a true value, as `accelerate launch` writes it."""
+    """Return whether an environment variable is true, in the spelling of `accelerate launch`."""
     return os.environ.get(name, "").lower() in ("1", "true", "yes", "on", "y", "t")

@@ -1,6 +1,6 @@
 """Asynchronous saves: a snapshot is taken on the training thread and written to disk on another.
 
-Where host memory cannot hold a snapshot, the state is written synchronously instead, in pieces.
+If host memory cannot hold a snapshot, the state is written synchronously instead, in pieces.
 """
 
 import os
@@ -19,7 +19,8 @@ from trimtab.hardware.memory import is_out_of_memory
 from trimtab.log import say
 from trimtab.units import format_bytes, format_seconds
 
-_SHARE_OF_FREE_MEMORY = 0.75  # the rest is left to the page cache, through which files are written, and to others
+# share of free memory; the rest is left to the page cache, through which files are written, and to others
+_SHARE_OF_FREE_MEMORY = 0.75
 
 
 class BackgroundWriter:
@@ -103,7 +104,7 @@ class BackgroundWriter:
         """Wait, and free the host memory.
 
         Returns:
-            As `wait`.
+            Why the last save failed; None if it succeeded.
         """
         failure = self.wait()
         self._snapshots.drop()
@@ -118,7 +119,7 @@ class BackgroundWriter:
         self._has_reported_wait = True
 
     def _snapshot(self, parts: Mapping[str, Encoded]) -> tuple[dict[str, CopiedPart], Callable[[], None]] | None:
-        """Take a snapshot; None if host memory does not suffice."""
+        """Take a snapshot; None if there is not enough host memory."""
         missing, free = self._snapshots.num_bytes_missing(parts), self._free_memory()
         if missing <= 0 or free is None or missing <= free * _SHARE_OF_FREE_MEMORY:
             try:

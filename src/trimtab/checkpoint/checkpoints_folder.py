@@ -69,7 +69,7 @@ class CheckpointsFolder:
         """List all checkpoints, oldest first.
 
         Args:
-            checksums: Read every file; otherwise only damage that changed the size of a file is found.
+            checksums: Whether to read every file; otherwise only damage that changed the size of a file is found.
         """
         return [self._inspect(step, path, checksums) for step, path in self._steps()]
 
@@ -111,7 +111,7 @@ class CheckpointsFolder:
         return None
 
     def tidy(self, best: int | None = None) -> list[int]:
-        """Remove all checkpoints but the newest valid ones and the best.
+        """Remove all checkpoints except the newest valid ones and the best.
 
         An invalid checkpoint is removed once a newer valid one exists. Failures to remove are logged.
 
@@ -208,6 +208,6 @@ def _num_bytes(folder: Path) -> int:
     for path in folder.rglob("*"):
         try:
             total += path.lstat().st_size
-        except OSError:  # removed meanwhile
+        except OSError:  # removed in the meantime
             continue
     return total

@@ -1,8 +1,8 @@
 """Saving and loading by all ranks: rank 0 writes the state that all ranks share, and all ranks learn the outcome.
 
-Only random number generators differ between ranks today. A sharded state, of which every rank holds a part, would be
-written here: each rank its shards in `collective_save`, between the two exchanges, and rank 0 the manifest after them;
-`collective_load` would let each rank read the shards that it needs. Callers see no difference.
+Currently only random number generators differ between ranks. Support for a sharded state, of which every rank holds a
+part, would belong here: in `collective_save`, each rank would write its shards between the two exchanges, and rank 0
+the manifest after them; in `collective_load`, each rank would read the shards that it needs. Callers would not change.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ def collective_save(world: World, folder: str | Path, parts: Sequence[Part], gra
 
     Args:
         world: The processes.
-        folder: The checkpoint's folder; that of rank 0 counts.
+        folder: The checkpoint's folder; the value on rank 0 is used.
         parts: The state.
         gradients_are_same: Whether all ranks have the same gradients, or none. Different ones could not be saved.
 

@@ -15,7 +15,7 @@ def is_disk_full(error: OSError) -> bool:
 def failed_path(error: OSError) -> str | None:
     """Return the file that could not be read or written; None if the error names none.
 
-    The error of a copy names both files; a full disk is that of the second.
+    The error of a copy names both files; if the disk is full, it is the disk of the second.
     """
     path = error.filename2 if is_disk_full(error) and error.filename2 is not None else error.filename
     return None if path is None else str(path)

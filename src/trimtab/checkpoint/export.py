@@ -1,4 +1,4 @@
-"""Exports a trained model as a plain Hugging Face folder, with facts about it in `trimtab.json` and a model card.
+"""Export a trained model as a plain Hugging Face folder, with facts about it in `trimtab.json` and a model card.
 
 For a model with an adapter only the adapter is written, as a plain PEFT folder that refers to its base.
 """
@@ -42,8 +42,8 @@ def export_model(
 ) -> Path:
     """Write a model for `AutoModelFor….from_pretrained(folder)`; an older export in the folder is replaced.
 
-    For a model with an adapter only the adapter is written, for `PeftModel.from_pretrained(base, folder)`; a side
-    network is written for `trimtab.load` alone.
+    For a model with an adapter only the adapter is written, for `PeftModel.from_pretrained(base, folder)`; only
+    `trimtab.load` can load a side network.
 
     Args:
         folder: The folder to write.
@@ -298,7 +298,7 @@ def _unwrap(model: torch.nn.Module) -> Any:
 
 
 def _mend_generation_config(model: Any) -> None:
-    """Set `do_sample` where a published model has sampling settings without it, which transformers refuses to save."""
+    """Set `do_sample` in generation settings of published models that lack it, which transformers refuses to save."""
     config = getattr(model, "generation_config", None)
     if config is None:
         return

@@ -49,10 +49,10 @@ def atomic_folder(folder: str | os.PathLike[str], *, marker: str | None, what: s
 
 @contextmanager
 def folder_beside(target: Path, use: str) -> Iterator[Path]:
-    """Yield a new folder next to a target and remove it on exit, with what a killed process left of an earlier one.
+    """Yield a new folder next to a target and remove it on exit, with leftovers of killed processes.
 
     Args:
-        target: The folder that is to be written in the end.
+        target: The folder that will be written in the end.
         use: A word for its name.
     """
     name = f"{target.name}.{use}"
@@ -66,7 +66,7 @@ def folder_beside(target: Path, use: str) -> Iterator[Path]:
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove a folder; if the process is killed meanwhile, nothing partial is left under its name."""
+    """Remove a folder; if the process is killed during this, nothing partial is left under its name."""
     temporary = _temporary(folder, "removing")
     shutil.rmtree(temporary, ignore_errors=True)
     folder.rename(temporary)
@@ -106,7 +106,7 @@ def clear_leftovers(parent: Path, name: str | None = None) -> list[Path]:
             continue
         if name is not None and match["name"] != name:
             continue
-        with suppress(OSError):  # removed by another process meanwhile, or no permission
+        with suppress(OSError):  # removed by another process in the meantime, or no permission
             if _is_in_use(path) or (match["state"] == "outdated" and restore_interrupted(parent / match["name"])):
                 continue
             shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -169,7 +169,7 @@ def _replace(target: Path, temporary: Path) -> None:
     sync_path(target.parent)  # make the new name durable before the old folder is removed
     with suppress(OSError):  # the parent can be new as well; its own parent need not be readable
         sync_path(target.parent.parent)
-    # also remove what killed writers left
+    # also remove the leftovers of killed writers
     for path in [outdated, *_outdated(target)]:
         shutil.rmtree(path, ignore_errors=True)
 

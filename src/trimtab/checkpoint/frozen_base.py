@@ -20,7 +20,7 @@ class Fingerprint:
     """The dtype, shape and checksum of a tensor.
 
     Attributes:
-        dtype: Such as "bfloat16".
+        dtype: Its dtype, such as "bfloat16".
         shape: Its shape.
         checksum: Over all values; empty for a tensor whose memory cannot be read.
         quantized_by: For quantized weights, the device and packages that quantized them, on which their last bits may
@@ -87,7 +87,7 @@ def frozen_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
 class FrozenBase:
     """The fingerprints of the parameters that were frozen when a model was prepared.
 
-    A parameter that was frozen after it had trained, or that is changed by other means (such as an average of other
+    A parameter that was trained and then frozen, or that is changed by other means (such as an average of other
     weights), does not require gradients either, but a checkpoint without it would lose its value.
 
     Args:
@@ -113,8 +113,9 @@ def unsaved_parameters(
 
     Args:
         model: The model.
-        also: Frozen parameters that are saved nevertheless.
-        base: What was frozen when the model was prepared; None treats all frozen parameters as unchanged.
+        also: Frozen parameters that are saved anyway.
+        base: The parameters that were frozen when the model was prepared; None treats all frozen parameters as
+            unchanged.
     """
     saved = {id(parameter) for parameter in also}
     frozen = {name: parameter for name, parameter in frozen_parameters(model).items() if id(parameter) not in saved}

@@ -1,4 +1,4 @@
-"""A second copy of a run's checkpoints, best model and small files, such as on a drive that outlives the machine.
+"""A second copy of a run's checkpoints, best model and small files, for example on a drive that outlives the machine.
 
 A mirror never stops a run: a failure is logged once, and the next sync copies what is missing.
 """
@@ -26,7 +26,7 @@ _INDEX = ".mirror.json"  # the run's copy identifies its mirror, the mirror's co
 _CHECKPOINTS = "checkpoints"
 _BEST = "best"
 _NUM_TRIES = 3
-_Stamp = list[int]  # size and modification time of a file, as JSON stores them
+_Stamp = list[int]  # size and modification time of a file, as stored in JSON
 _Stamps = dict[str, _Stamp]  # of every file in a folder
 
 
@@ -60,8 +60,8 @@ class Mirror:
             self._open()
             self._prune(newest_may_go=False)
             steps = sorted(self._steps_here(), reverse=True)
-            # A checkpoint needs metrics and a best model at least as new as itself: if the process is killed here,
-            # these are in the mirror already.
+            # A checkpoint needs metrics and a best model that are at least as new: if the process is killed here, these
+            # are already in the mirror.
             for name in self._files:
                 self._copy_file(name)
             self._copy_folder(_BEST)
@@ -82,7 +82,7 @@ class Mirror:
         return problem
 
     def sync_in_background(self) -> None:
-        """Update the mirror on another thread, so a slow drive does not delay the caller."""
+        """Update the mirror on another thread, so that a slow drive does not delay the caller."""
         with self._lock:
             self._is_requested = True
             if self._thread is None or not self._thread.is_alive():
@@ -98,7 +98,7 @@ class Mirror:
         """
         end = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
-            with self._lock:  # under which the thread starts and announces its end
+            with self._lock:  # the lock under which the thread starts and announces its end
                 thread = self._thread
                 has_died = thread is not None and not thread.is_alive()
             if thread is None or has_died:
@@ -155,8 +155,8 @@ class Mirror:
     def _prune(self, newest_may_go: bool) -> None:
         """Remove checkpoints that the run has removed, but none if the run has lost all, perhaps by accident.
 
-        The newest stays until the mirror has another that the run still has: a run that saves faster than its drive
-        takes may have removed everything that was to be copied.
+        The newest one stays until the mirror has another one that the run still has: a run that saves faster than the
+        drive can copy may have removed all checkpoints that were waiting to be copied.
         """
         here = self._steps_here()
         there = CheckpointsFolder(self.target / _CHECKPOINTS).checkpoints()

@@ -18,7 +18,7 @@ class Process:
     Attributes:
         pid: Its process id.
         host: The name of its machine.
-        began: Its start time as text that is only compared for equality; empty where the system does not report it.
+        began: Its start time as text that is only compared for equality; empty if the system does not report it.
     """
 
     pid: int
@@ -27,7 +27,7 @@ class Process:
 
     @property
     def is_here(self) -> bool:
-        """Whether it belongs to this machine, which `is_running` requires."""
+        """Whether the process belongs to this machine, which `is_running` requires."""
         return self.host == socket.gethostname()
 
     def is_running(self) -> bool:

@@ -39,15 +39,15 @@ class Part(Protocol):
 
 
 class ModelPart:
-    """The trainable parameters of a model and its persistent buffers; of a frozen base only fingerprints are saved.
+    """The trainable parameters of a model and its persistent buffers; only fingerprints are saved of a frozen base.
 
     Args:
         name: The part's name.
         model: The model.
-        also: Frozen parameters that are saved nevertheless: those that will train later, because a run may return to a
-            checkpoint from before that.
-        base: What was frozen when the model was prepared. With it, frozen parameters that have changed since then are
-            saved; without it, no frozen parameter is.
+        also: Frozen parameters that are saved anyway because they are trained later: a run may return to a checkpoint
+            from before that.
+        base: The parameters that were frozen when the model was prepared. With it, frozen parameters that have changed
+            since then are saved; without it, no frozen parameter is.
     """
 
     _UNSAVED = ".frozen"  # cannot collide with a module, whose name contains no dot
@@ -74,11 +74,11 @@ class ModelPart:
         return state
 
     def _state(self) -> dict[str, Any]:
-        """The state dict, with the masters of parameters that are updated on the host."""
+        """The state dict, with the master weights of parameters that are updated on the host."""
         return self._model.state_dict() | masters_of(self._model)
 
     def check(self, tree: Tree) -> None:
-        """Names, shapes and dtypes must be equal, and the frozen base must be that of the checkpoint."""
+        """Check that names, shapes and dtypes are equal, and that the frozen base is that of the checkpoint."""
         saved = dict(entries(tree))
         unsaved = entries(saved.pop(self._UNSAVED, {}))
         current = self._state()
@@ -105,7 +105,7 @@ class ModelPart:
                 )
 
     def _check_frozen(self, unsaved: Mapping[str, Tree]) -> None:
-        """Parameters that the checkpoint does not contain must be frozen and have the same values here."""
+        """Check that parameters missing from the checkpoint are frozen and have the same values here."""
         frozen = frozen_parameters(self._model)
         trainable = sorted(unsaved.keys() - frozen.keys())
         if trainable:
@@ -195,7 +195,7 @@ class OptimizerPart:
         }
 
     def check(self, tree: Tree) -> None:
-        """It must be the same kind of optimizer, with the same parameters in the same groups."""
+        """Check that it is the same kind of optimizer, with the same parameters in the same groups."""
         kind = type(self._optimizer).__qualname__
         if tree["kind"] != kind:
             raise CheckpointError(
@@ -291,7 +291,7 @@ def _assign(target: dict[str, Any], key: str, value: Any, like: torch.Tensor | N
 
 
 class StatefulPart:
-    """Any object with `state_dict` and `load_state_dict`: schedulers, loaders, objects of the user."""
+    """Any object with `state_dict` and `load_state_dict`: schedulers, loaders, user objects."""
 
     def __init__(self, name: str, owner: Any) -> None:
         self.name = name
@@ -302,16 +302,16 @@ class StatefulPart:
         return self._owner.state_dict()
 
     def check(self, tree: Tree) -> None:
-        """Check nothing: only the object itself can, when it loads."""
+        """Check nothing: only the object itself can check its state, when it loads it."""
 
     def apply(self, tree: Tree, tensor: TensorSource) -> None:
         """Let the object load its state dict."""
         state = decode(tree, tensor)
         try:
             self._owner.load_state_dict(state)
-        except CheckpointError:  # raised by an object of trimtab, with a cure
+        except CheckpointError:  # raised by one of trimtab's objects, with a cure
             raise
-        except Exception as error:  # an object of the user can raise anything
+        except Exception as error:  # a user's object can raise anything
             raise CheckpointError(
                 f"{self.name} ({type(self._owner).__name__}) cannot load its state: {type(error).__name__} {error}",
                 "prepare and register the same objects, in the same order, as in the run that was saved",
@@ -328,7 +328,7 @@ class StatefulPart:
 
 
 class ExecutionPart(StatefulPart):
-    """Whether compiling or capturing steps failed: only in runs that do one of them, and absent in older checkpoints.
+    """Whether compiling or capturing steps failed; only in runs that do so, and absent in older checkpoints.
 
     A run may resume with other settings, so neither a missing nor an unexpected part is an error.
     """
@@ -357,7 +357,7 @@ class RandomPart:
         return self.of_all or [random_state()]
 
     def check(self, tree: Tree) -> None:
-        """The generators of the host must be there; those of other devices may differ."""
+        """Check that the generators of the host are present; those of other devices may differ."""
         if not isinstance(tree, list) or not tree or not {"python", "torch"} <= entries(tree[0]).keys():
             raise CheckpointError("the checkpoint contains no random state", "load an older checkpoint")
 
@@ -369,7 +369,7 @@ class RandomPart:
 
 
 def _difference(missing: list[str], unexpected: list[str]) -> str:
-    """Describe which names a checkpoint lacks and which it has in addition."""
+    """Describe which names a checkpoint lacks and which additional ones it has."""
     words = []
     for word, names in (("missing", missing), ("unexpected", unexpected)):
         if names:
@@ -392,7 +392,7 @@ def checked_parts(folder: str | Path | StoredCheckpoint, parts: Sequence[Part]) 
     """Open a checkpoint and check that it matches the current parts; nothing is changed.
 
     Args:
-        folder: Its folder, or an opened checkpoint, whose files are verified already.
+        folder: Its folder, or an opened checkpoint, whose files are already verified.
         parts: The current parts.
     """
     stored = folder if isinstance(folder, StoredCheckpoint) else StoredCheckpoint(folder)
@@ -418,7 +418,7 @@ def checked_parts(folder: str | Path | StoredCheckpoint, parts: Sequence[Part]) 
 def apply_parts(stored: StoredCheckpoint, parts: Sequence[Part]) -> None:
     """Restore every part from a checked checkpoint, or change nothing.
 
-    Parts that can fail only while they load come first in `parts`, those that were checked completely last.
+    In `parts`, those that may still fail while loading come first, and those that were checked completely last.
     """
     undo = [part.undo_point() for part in parts if isinstance(part, StatefulPart)]
     try:

@@ -173,7 +173,8 @@ def verify(folder: str | os.PathLike[str], *, checksums: bool = True) -> Manifes
 
     Args:
         folder: The checkpoint.
-        checksums: Read every file and compare its checksum; otherwise compare only sizes, which is fast.
+        checksums: Whether to read every file and compare its checksum; otherwise only sizes are compared, which is
+            fast.
 
     Returns:
         Its manifest.
@@ -281,7 +282,7 @@ class TensorReader:
         return tensor
 
     def check(self, tree: Tree) -> None:
-        """Raise unless the file contains every tensor that a tree refers to; reads only its header."""
+        """Raise an error unless the file contains every tensor that a tree refers to; reads only its header."""
         for name, shape in stored_shapes(tree):
             found = self._read("get_slice", name).get_shape()
             if shape is not None and found != shape:

@@ -1,6 +1,6 @@
-"""Writes tensors as a safetensors file in pieces, and computes the checksum while the bytes are written.
+"""Write tensors to a safetensors file in pieces, and compute the checksum while the bytes are written.
 
-A tensor on a device therefore needs host memory for one piece only, and no file is read again for its checksum.
+So a tensor on a device needs host memory for one piece only, and no file is read again for its checksum.
 """
 
 import ctypes
@@ -127,7 +127,7 @@ class ChecksummedFile:
 
     The checksum is CRC-32. It detects every flipped bit and every damaged run of up to 32 bits, runs without the GIL,
     and is by far the fastest in Python's standard library (3.6 GB/s on one core; SHA-256 1.2, BLAKE2b 0.8). It detects
-    accidents, not forgery: whoever can change a file can change its checksum as well.
+    accidents, not forgery: anyone who can change a file can also change its checksum.
 
     Checksum, write and write-back to disk overlap: 1.3 GB were durable after 0.6 s, and after 1.1 s without overlap.
     """

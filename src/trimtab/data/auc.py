@@ -1,7 +1,7 @@
 """Area under the ROC curve from scores of any scale, accumulated over batches and ranks.
 
 Each distinct score is kept with its number of positive and negative rows, so the result is exact. Only if a label has
-more distinct scores than the memory limit, neighbouring scores are merged and count as ties.
+more distinct scores than the memory limit are neighbouring scores merged; they then count as ties.
 """
 
 import torch
@@ -17,9 +17,9 @@ class RankedScores:
 
     Args:
         num_labels: Scores per row.
-        num_groups: Distinct scores kept per label. Beyond that, scores are merged into groups of about equally many
-            rows: the error of the area is then at most 1 / `num_groups`, in practice much less, since rows of a group
-            count as ties. By default 524,288 for all labels together, and at least 8,192 for each.
+        num_groups: Distinct scores kept per label. Beyond that, scores are merged into groups with about the same
+            number of rows: the error of the area is then at most 1 / `num_groups`, in practice much less, since rows of
+            a group count as ties. By default 524,288 for all labels together, and at least 8,192 for each.
         num_pending: Scores that stay on the device before they are copied to the host; by default a million for all
             labels together, and at least 4,096 for each.
     """

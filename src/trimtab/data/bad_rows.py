@@ -6,7 +6,8 @@ from trimtab.errors import DataError
 from trimtab.log import say
 
 SKIP_CURE = "or skip such rows with data.on_bad_rows: skip"
-# What bytes that are not UTF-8 are decoded to (surrogateescape) if bad rows are skipped: only their own row is lost.
+# Bytes that are not UTF-8 are decoded to these (surrogateescape) if bad rows are skipped, so that only their own row is
+# lost.
 _ESCAPED_BYTES = re.compile("[\udc80-\udcff]")
 
 
@@ -28,7 +29,7 @@ class BadRows:
         """Record a bad row.
 
         Raises:
-            DataError: Unless bad rows are skipped.
+            DataError: Bad rows are not skipped.
         """
         if not self.skips:
             raise DataError(f"{location}: {problem}", f"{cure}, {SKIP_CURE}")
@@ -36,7 +37,7 @@ class BadRows:
         self._first = self._first or f"{location}: {problem}"
 
     def has_escaped_bytes(self, text: str) -> bool:
-        """Whether a text contains bytes that were not UTF-8; without `skips`, decoding has raised already."""
+        """Whether a text contains bytes that were not UTF-8; without `skips`, decoding has already raised."""
         return self.skips and _ESCAPED_BYTES.search(text) is not None
 
     def report(self, origin: str) -> None:

@@ -26,12 +26,12 @@ Batch = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Batching:
-    """How rows become batches; techniques change it.
+    """How rows are batched; techniques change it.
 
     Attributes:
-        is_packed: Whether batches are packed (`trimtab.data.packing`) and not padded.
+        is_packed: Whether batches are packed (`trimtab.data.packing`) instead of padded.
         has_few_sizes: Whether micro-batches are rounded up to few sizes.
-        marks_equal_rows: Whether packed batches of equally long rows say so (`trimtab.data.packing.ROW_LENGTH`).
+        marks_equal_rows: Whether packed batches of equally long rows are marked (`trimtab.data.packing.ROW_LENGTH`).
     """
 
     is_packed: bool = False
@@ -52,15 +52,15 @@ def epoch_batches(
     """Return the batches of one epoch: every row exactly once.
 
     One batch is shorter if the number of rows is not a multiple of the batch size. Each of its rows gets a larger
-    weight in a step. With grouping and shuffling it therefore has rows of any length and any position in the epoch, so
-    that no length always has the larger weight; otherwise it is the last batch.
+    weight in a step. With grouping and shuffling it therefore has rows of any length and can be anywhere in the epoch,
+    so that no length always gets the larger weight; otherwise it is the last batch.
 
     Args:
         lengths: Number of tokens of each row.
         batch_size: Rows per batch.
         seed: With `epoch`, determines the order.
         epoch: Starts at 0.
-        group_by_length: Group rows of similar length; without shuffling all rows are sorted, the longest first.
+        group_by_length: Whether to group rows of similar length; without shuffling, all rows are sorted, longest first.
         sort_window: Number of batches that are sorted together.
         shuffle: Whether the order is random.
     """
@@ -109,22 +109,22 @@ def _split_with_short_anywhere(
 class LengthGroupedBatches:
     """A batch sampler for a DataLoader that yields the micro-batches of the optimizer batches.
 
-    With `group_by_length` the rows of an optimizer batch are sorted by length; each micro-batch has consecutive ones.
+    With `group_by_length` the rows of an optimizer batch are sorted by length; each micro-batch has consecutive rows.
 
     Args:
         lengths: Number of tokens of each row.
         batch_size: Rows per optimizer step.
         micro_batch_size: Rows per forward pass; the last micro-batch of a batch may be smaller.
         seed: With the epoch, determines the order.
-        group_by_length: Group rows of similar length.
+        group_by_length: Whether to group rows of similar length.
         shuffle: Whether the order is random.
         limit_batches: Maximum number of optimizer batches per epoch.
-        tokens_per_row: Divide a batch by tokens: a micro-batch has at most `micro_batch_size` times as many tokens, and
-            any number of rows. None = by rows.
-        max_rows: With `tokens_per_row`, the most rows of a micro-batch of one process; None = no limit. It shrinks with
-            `set_micro_batch_size`.
+        tokens_per_row: Divides a batch by tokens: a micro-batch has at most `micro_batch_size` times this number of
+            tokens, and any number of rows. None divides by rows.
+        max_rows: With `tokens_per_row`, the maximum number of rows in a micro-batch of one process; None means no
+            limit. It shrinks with `set_micro_batch_size`.
         num_processes: Processes that share a micro-batch; sizes above count all of them.
-        batching: How rows become batches; determines `sizes`.
+        batching: How rows are batched; determines `sizes`.
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class LengthGroupedBatches:
         self._batching = batching or Batching()
         self._chosen_sizes: tuple[int, ...] | None = None
         longest = self.lengths.sort(descending=True).values[:batch_size]
-        self._most_tokens: list[int] = longest.cumsum(0).tolist() or [0]  # of one row, two rows, …
+        self._most_tokens: list[int] = longest.cumsum(0).tolist() or [0]  # tokens of one row, two rows, …
         self.epoch = 0
         self._drawn_epoch: int | None = None
         self._batches: list[list[int]] = []
@@ -209,22 +209,23 @@ class LengthGroupedBatches:
         """Tokens of the largest micro-batch of one process; None if batches are divided by rows."""
         if self._tokens_per_row is None:
             return None
-        wanted = int(round(self._rows_of_process * self._tokens_per_row, 6))  # a product of a quotient is rounded
+        # the product of a rounded quotient would be off
+        wanted = int(round(self._rows_of_process * self._tokens_per_row, 6))
         most_rows = min(self.max_rows or self.batch_size, len(self._most_tokens))
         return min(max(self._most_tokens[0], wanted), self._most_tokens[most_rows - 1])
 
     @property
     def max_rows(self) -> int | None:
-        """Rows of the largest micro-batch of one process, if batches are divided by tokens; None = no limit."""
+        """Rows of the largest micro-batch of one process, if batches are divided by tokens; None means no limit."""
         if self._rows_limit is None:
             return None
         return max(1, self._rows_limit * self.micro_batch_size // self._planned_size)
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Numbers of tokens, or lengths of padded rows, that micro-batches are rounded up to; empty = not rounded.
+        """Numbers of tokens, or lengths of padded rows, that micro-batches are rounded up to; empty if not rounded.
 
-        They are chosen by the first epoch, so they do not depend on where a run is resumed.
+        They are chosen from the first epoch, so they do not depend on where a run is resumed.
         """
         if not self._batching.has_few_sizes:
             return ()
@@ -236,13 +237,13 @@ class LengthGroupedBatches:
         return self._chosen_sizes
 
     def shape_of(self, rows: list[int]) -> tuple[int, int]:
-        """The shape of the largest share of a process in a micro-batch, padding and filler included."""
+        """The shape of the largest share of a process in a micro-batch, including padding and filler."""
         share = self.largest_share(rows)
         num_rows = 1 if self._batching.is_packed else len(share)
         return num_rows, rounded_up(self._extent(share), self.sizes)
 
     def largest_share(self, rows: list[int]) -> list[int]:
-        """The rows of the process that gets most of a micro-batch."""
+        """The rows of the process with the largest part of a micro-batch."""
         return max(self._shares(rows), key=lambda share: (self._extent(share), len(share)))
 
     def _extent(self, rows: list[int]) -> int:

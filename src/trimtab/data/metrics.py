@@ -1,7 +1,7 @@
 """Metrics accumulated on the device: a batch adds to sums, and only `compute` reads them (a host-device sync).
 
-Memory is constant however many rows an evaluation has: sums of fixed size, and for AUC a bounded number of scores.
-`combine` merges the sums of several ranks. Logits have shape [rows, labels] or [rows, length, vocabulary].
+Memory does not depend on the number of rows of an evaluation: sums of fixed size, and for AUC a bounded number of
+scores. `combine` merges the sums of several ranks. Logits have shape [rows, labels] or [rows, length, vocabulary].
 """
 
 import math
@@ -34,7 +34,7 @@ _LOSSES_OF_TASKS = {"classify": ("cross-entropy", "binary-cross-entropy"), "regr
 
 
 def metrics_of_task(task: str | None) -> list[str]:
-    """Return the metrics that a task may have, as far as its name determines them; None is any task."""
+    """Return the metrics that a task may have, as far as its name determines them; None means any task."""
     kinds = list(METRIC_NAMES) if task is None else _LOSSES_OF_TASKS.get(task, ("token-cross-entropy",))
     return list(dict.fromkeys(name for kind in kinds for name in METRIC_NAMES[kind]))
 
@@ -54,7 +54,7 @@ def check_own_metrics(metrics: Mapping[str, object]) -> None:
     """Reject user-defined metrics that have the name of a built-in one or are not callable.
 
     Raises:
-        RecipeError: With a name or type to use instead.
+        RecipeError: A metric is invalid; the message says what to use instead.
     """
     for name, function in metrics.items():
         if name in metrics_of_task(None):

@@ -30,13 +30,13 @@ MAX_ROW_LENGTH = "max_row_length"
 ROW_LENGTH = "row_length"
 
 
-# ---------------------------------------------------------------------- which rows share a micro-batch
+# ---------------------------------------------------------------------- dividing rows into micro-batches
 
 
 def split_by_tokens(
     rows: Sequence[int], lengths: torch.Tensor, max_tokens: int, max_rows: int | None = None
 ) -> list[list[int]]:
-    """Divide rows into micro-batches by best fit, the longest rows first.
+    """Divide rows into micro-batches by best fit, longest rows first.
 
     A row that is longer than `max_tokens` has a separate micro-batch. Rows of a micro-batch keep their order, and
     micro-batches are in the order of their first rows.
@@ -44,8 +44,8 @@ def split_by_tokens(
     Args:
         rows: Numbers of rows.
         lengths: Number of tokens of every row of the dataset.
-        max_tokens: Most tokens of a micro-batch.
-        max_rows: Most rows of a micro-batch; None = no limit.
+        max_tokens: Maximum number of tokens in a micro-batch.
+        max_rows: Maximum number of rows in a micro-batch; None means no limit.
     """
     sizes: list[int] = lengths[list(rows)].tolist()
     bins: list[list[int]] = []  # positions in `rows`
@@ -80,14 +80,14 @@ class SharedRows(list[int]):
 def share_by_tokens(
     rows: Sequence[int], lengths: torch.Tensor, max_tokens: int, num_processes: int, max_rows: int | None = None
 ) -> list[SharedRows]:
-    """Divide rows into micro-batches of several processes, each with at most `max_tokens` tokens as evenly as possible.
+    """Divide rows as evenly as possible into micro-batches of several processes, each with at most `max_tokens` tokens.
 
     Args:
         rows: Numbers of rows.
         lengths: Number of tokens of every row of the dataset.
-        max_tokens: Most tokens of a micro-batch of one process.
+        max_tokens: Maximum number of tokens in a micro-batch of one process.
         num_processes: Processes that take a share of every micro-batch.
-        max_rows: Most rows of a micro-batch of one process; None = no limit.
+        max_rows: Maximum number of rows in a micro-batch of one process; None means no limit.
     """
     shares = split_by_tokens(rows, lengths, max_tokens, max_rows)
     num_shares = -(-len(shares) // num_processes) * num_processes
@@ -102,7 +102,7 @@ def share_by_tokens(
 
 
 def _evenly(rows: Sequence[int], lengths: torch.Tensor, num_shares: int) -> list[list[int]]:
-    """Give every row, the longest first, to the share with the fewest tokens."""
+    """Give every row, longest first, to the share with the fewest tokens."""
     shares: list[list[int]] = [[] for _ in range(num_shares)]
     totals = [0] * num_shares
     for row in sorted(rows, key=lambda row: -int(lengths[row])):
@@ -115,8 +115,8 @@ def _evenly(rows: Sequence[int], lengths: torch.Tensor, num_shares: int) -> list
 def choose_sizes(totals: Sequence[int], max_filler: float = 0.03, max_sizes: int = 32) -> tuple[int, ...]:
     """Choose few sizes to which numbers of tokens are rounded up.
 
-    The smallest number of sizes is chosen with which filler is at most `max_filler` of all tokens, up to `max_sizes`;
-    among those the sizes with the least filler.
+    The number of sizes is the smallest, up to `max_sizes`, for which filler is at most `max_filler` of all tokens;
+    among these, the sizes with the least filler are chosen.
 
     Args:
         totals: Tokens of micro-batches, without filler.
@@ -135,7 +135,7 @@ def choose_sizes(totals: Sequence[int], max_filler: float = 0.03, max_sizes: int
     sums = torch.cat([torch.zeros(1, dtype=torch.int64), tokens.cumsum(0)])[counts]
     between = (counts[None] - counts[:, None]) * sizes[None] - (sums[None] - sums[:, None])
     between = between.double().masked_fill_(between.new_ones(between.shape).tril() > 0, math.inf)
-    filler = (counts * sizes - sums).double()  # with one size, by that size
+    filler = (counts * sizes - sums).double()  # the filler if there were one size, for each size
     previous: list[torch.Tensor] = []
     while filler[-1] > max_filler * int(tokens.sum()) and len(previous) + 1 < min(max_sizes, len(sizes)):
         filler, best = (filler[:, None] + between).min(0)
@@ -147,7 +147,7 @@ def choose_sizes(totals: Sequence[int], max_filler: float = 0.03, max_sizes: int
 
 
 def _possible_sizes(tokens: torch.Tensor) -> torch.Tensor:
-    """Aligned numbers of tokens, the largest one as it is; if there are many, evenly spaced ones."""
+    """Aligned numbers of tokens, and the largest one unchanged; if there are many, evenly spaced ones."""
     aligned = (tokens + _ALIGNMENT - 1).div(_ALIGNMENT, rounding_mode="floor") * _ALIGNMENT
     sizes: torch.Tensor = torch.unique_consecutive(aligned.clamp(max=int(tokens[-1])))  # tokens are sorted
     if len(sizes) > _MOST_POSSIBLE:
@@ -168,18 +168,18 @@ def rounded_up(num_tokens: int, sizes: Sequence[int]) -> int:
 
 
 class PackedCollate:
-    """Collates rows to a packed batch.
+    """Collate rows into a packed batch.
 
     Args:
         collate: Makes a padded batch of rows, with an attention mask.
         shifts_labels: Whether a token is scored against the label of the next one. The first token of a row is then
             never a label: it would be predicted from the row before it.
         pad_id: The token that filler consists of.
-        find_sizes: Returns the numbers of tokens that batches are rounded up to; empty = no filler.
-        max_length: A bound of the length of rows for all batches: captured graphs depend on it. Filler between two
-            sizes may be longer. None = each its own.
+        find_sizes: Returns the numbers of tokens that batches are rounded up to; empty for no filler.
+        max_length: An upper bound for the length of rows in all batches, on which captured graphs depend. Filler
+            between two sizes may be longer. None uses a separate bound for each batch.
         num_starts: Entries of `cu_seq_lens_q` in batches with labels of tokens: empty rows are added before the filler.
-            None = as many as there are rows, and two.
+            None uses the number of rows plus two.
         marks_equal_rows: Whether batches of equally long rows have a `row_length`.
     """
 
@@ -203,7 +203,7 @@ class PackedCollate:
         self._marks_equal_rows = marks_equal_rows
 
     def __call__(self, examples: list[dict[str, torch.Tensor]], num_tokens: int | None = None) -> Batch:
-        """Rows as one batch, with filler up to `num_tokens` if that is given."""
+        """Return rows as one batch, with filler up to `num_tokens` if given."""
         batch = self._collate(examples)
         total = int(batch["attention_mask"].sum())
         sizes = self._find_sizes()
@@ -225,7 +225,7 @@ def _with_empty_rows(starts: torch.Tensor, num_starts: int) -> torch.Tensor:
 
 
 class RoundedCollate:
-    """Collates rows to a padded batch whose length is one of few sizes.
+    """Collate rows into a padded batch whose length is one of few sizes.
 
     Args:
         collate: Makes a padded batch of rows, with an attention mask.
@@ -239,7 +239,7 @@ class RoundedCollate:
         self._find_sizes = find_sizes
 
     def __call__(self, examples: list[dict[str, torch.Tensor]]) -> Batch:
-        """Rows as one batch."""
+        """Return rows as one batch."""
         batch = self._collate(examples)
         shape = batch["attention_mask"].shape
         missing = rounded_up(shape[1], self._find_sizes()) - shape[1]
@@ -267,7 +267,7 @@ def pack_batch(batch: Batch, size: int, pad_id: int, shifts_labels: bool) -> Bat
 
     Args:
         batch: The padded batch; `attention_mask` marks its tokens.
-        size: Number of tokens of the result, filler included.
+        size: Number of tokens of the result, including filler.
         pad_id: The token that filler consists of.
         shifts_labels: As in `PackedCollate`.
     """
@@ -294,7 +294,7 @@ def pack_batch(batch: Batch, size: int, pad_id: int, shifts_labels: bool) -> Bat
     return packed | {ROW_STARTS: starts, MAX_LENGTH: max(longest, size - num_tokens), MAX_ROW_LENGTH: longest}
 
 
-# ---------------------------------------------------------------------- what is in a batch
+# ---------------------------------------------------------------------- the contents of a batch
 
 
 def is_packed(batch: Batch) -> bool:
@@ -303,17 +303,17 @@ def is_packed(batch: Batch) -> bool:
 
 
 def count_rows(batch: Batch) -> int:
-    """The number of rows of a packed or a padded batch, with the empty ones that `PackedCollate` adds."""
+    """The number of rows of a packed or padded batch, including the empty ones that `PackedCollate` adds."""
     return len(batch[ROW_STARTS]) - 2 if is_packed(batch) else len(next(iter(batch.values())))
 
 
 def count_filled_rows(batch: Batch) -> torch.Tensor | int:
-    """The rows of a batch that have tokens; a tensor where they are known on the device alone."""
+    """The rows of a batch that have tokens; a tensor if the number is known only on the device."""
     return (batch[ROW_STARTS][:-1].diff() > 0).sum() if is_packed(batch) else count_rows(batch)
 
 
 def count_tokens(batch: Batch) -> torch.Tensor | int:
-    """The tokens of a batch without padding and filler; a tensor where they are known on the device alone."""
+    """The tokens of a batch without padding and filler; a tensor if the number is known only on the device."""
     if is_packed(batch):
         return batch[ROW_STARTS][-2]  # type: ignore[no-any-return]
     if "attention_mask" in batch:

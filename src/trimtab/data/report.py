@@ -24,7 +24,7 @@ _ADDED_BY = {"chat": "by the chat template", "causal-lm": "around texts"}
 
 @dataclass(frozen=True)
 class ShownToken:
-    """One token. `target` is the token to predict at this position, if it is another one."""
+    """One token. `target` is the token to predict at this position, if it differs."""
 
     text: str
     id: int
@@ -218,7 +218,7 @@ def _describe_tokens(input_ids: list[int], labels: list[int], tokenizer: Any) ->
 
 
 def label_text(task: Task, label: torch.Tensor) -> str:
-    """Return the label of a row, or the prediction in its form, by name; of a regression the numbers."""
+    """Return the label of a row, or a prediction in the same form, by name; for regression, the numbers."""
     names = task.head().get("id2label", {})
     if task.loss_kind == "cross-entropy":
         return str(names.get(int(label), int(label)))

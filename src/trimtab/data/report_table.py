@@ -41,7 +41,7 @@ def _example(example: ShownExample, number: int) -> list[RenderableType]:
 
 
 def _token_line(title: str, tokens: tuple[ShownToken, ...]) -> Text:
-    """Format tokens, with ⟦ ⟧ around spans that carry loss; of long rows the beginning and the end."""
+    """Format tokens, with ⟦ ⟧ around spans that carry loss; for long rows, only the start and the end."""
     line = Text(title)
     half = _MAX_TOKENS // 2
     # Hiding fewer than _SPARE_TOKENS is not worth the ellipsis.

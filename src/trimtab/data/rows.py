@@ -131,8 +131,8 @@ def hold_out_rows(rows: Rows, share: float, seed: int, *, label: str | None = No
         rows: At least two rows.
         share: The fraction to hold out, between 0 and 1; each part gets at least one row.
         seed: Decides which rows are held out.
-        label: A column to stratify by. No value is then in the held-out rows alone, so the model is not evaluated on a
-            label that it was not trained on.
+        label: A column to stratify by. Then no value occurs only in the held-out rows, so the model is not evaluated on
+            a label that it was not trained on.
 
     Returns:
         The training rows and the held-out rows.

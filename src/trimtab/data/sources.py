@@ -1,4 +1,4 @@
-"""Load `Rows` from what a recipe names: a file, a folder, a dataset on the Hub, or Python objects."""
+"""Load `Rows` from a source that a recipe names: a file, a folder, a dataset on the Hub, or Python objects."""
 
 import difflib
 import glob
@@ -26,13 +26,13 @@ _SPLIT_WORDS |= {"val": "eval", "eval": "eval", "test": "test", "testing": "test
 
 
 def load_rows(source: Any, *, on_bad_rows: str = "stop") -> Rows:
-    """Load rows.
+    """Load rows from any source.
 
     Args:
         source: A file (csv, tsv, jsonl, json, parquet, txt; also .gz), a folder or a pattern of such files, a name on
             the Hub ("imdb", "imdb:test", "glue/mrpc:train"), each with an optional slice ("reviews.csv[:100]",
-            "imdb:train[10%:]"); or a `datasets.Dataset`, a mapping of columns, a data frame, an iterable of dicts,
-            a list of texts.
+            "imdb:train[10%:]"); or a `datasets.Dataset`, a mapping of columns, a data frame, an iterable of dicts, a
+            list of texts.
         on_bad_rows: "stop" raises at a row that cannot be read; "skip" drops such rows and logs how many.
 
     Raises:
@@ -58,7 +58,7 @@ def check_source(text: str) -> None:
     """Check that a source exists, without reading its rows.
 
     Raises:
-        DataError: With similar names, if there are any.
+        DataError: The source does not exist; the message lists similar names, if there are any.
     """
     found = _locate(text)
     if found.window is not None:

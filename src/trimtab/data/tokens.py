@@ -39,7 +39,7 @@ class _Column:
         before = len(self.values)
         try:
             self.values.extend(items)
-        except TypeError:  # a float among integers: drop what was appended before it, and convert
+        except TypeError:  # a float among integers: drop the value that was just appended, and convert
             self.values = array("f", self.values[:before])
             self.values.extend(items)
         if self.offsets is not None:
@@ -175,7 +175,7 @@ def _plain(value: Any) -> Any:
 
 
 def _shared(offsets: dict[str, "array[int]"]) -> dict[str, "array[int]"]:
-    """Let fields with the same lengths (input_ids, labels) share one array of offsets."""
+    """Make fields with the same lengths (input_ids, labels) share one array of offsets."""
     distinct: list[array[int]] = []
     for name, values in offsets.items():
         same = next((other for other in distinct if other == values), None)
@@ -194,7 +194,7 @@ def _checksum(tensors: Mapping[str, torch.Tensor]) -> str:
 
 
 def _write(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
-    """Write to a temporary file and rename it: a file with the final name is always complete."""
+    """Write to a temporary file and rename it, so that a file with the final name is always complete."""
     from safetensors.torch import save_file
 
     handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)

@@ -1,8 +1,8 @@
-"""Makes Accelerate's own functions see the process group that the engine has created on CPUs.
+"""Make Accelerate's own functions see the process group that the engine has created on CPUs.
 
-`accelerate.utils.gather_object` and similar functions read Accelerate's `PartialState`, a singleton made at its first
-use. On GPUs it finds torch's process group. On CPUs it looks for one only if it is made with cpu=True, as
-`Accelerator(cpu=True)` does; made by one of those functions it assumes a single process. This module therefore makes
+`accelerate.utils.gather_object` and similar functions read Accelerate's `PartialState`, a singleton created at its
+first use. On GPUs it finds torch's process group. On CPUs it looks for one only if it is created with cpu=True, as
+`Accelerator(cpu=True)` does; if one of those functions creates it, it assumes a single process. So this module creates
 the singleton as soon as both Accelerate is imported and the process group exists.
 """
 
@@ -26,7 +26,7 @@ _MODULE = "accelerate.state"
 
 
 def make_partial_state(place: RankInfo) -> None:
-    """Make Accelerate's `PartialState` for the CPU process group, now or when Accelerate is imported."""
+    """Create Accelerate's `PartialState` for the CPU process group, now or when Accelerate is imported."""
     if _MODULE in sys.modules:
         _make_state(sys.modules[_MODULE], place)
     elif not any(isinstance(finder, _AfterImport) for finder in sys.meta_path):
@@ -35,7 +35,7 @@ def make_partial_state(place: RankInfo) -> None:
 
 def _make_state(module: ModuleType, place: RankInfo) -> None:
     partial_state: Any = getattr(module, "PartialState", None)
-    if partial_state is None:  # an unknown version of Accelerate, or a module that is only partly imported
+    if partial_state is None:  # an unknown version of Accelerate, or a partially imported module
         return
     if not getattr(partial_state, "_shared_state", None):
         with _launch_variables(place):

@@ -1,4 +1,4 @@
-"""Compares versions, recipes and data over the ranks before training: a difference is an error on every rank."""
+"""Compare versions, recipes and data across the ranks before training: a difference is an error on every rank."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -18,7 +18,8 @@ def require_same(world: World, what: str, facts: Mapping[str, Any], cure: str = 
         cure: What to do about a difference.
 
     Raises:
-        RecipeError: On every rank, with each rank that differs from the majority, and in which values.
+        RecipeError: Values differ. It is raised on every rank, and names each rank that differs from the majority, and
+            the values.
     """
     if world.num_processes == 1:
         return

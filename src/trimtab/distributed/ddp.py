@@ -1,7 +1,7 @@
 """torch's DistributedDataParallel, for a training loop that is the same on one process and on several.
 
-Added to it: the wrapper has the attributes of the model, parameters may be frozen or unfrozen later, and a rank without
-a loss (a micro-batch without labels, a failed backward) contributes zero gradients without a backward of the model.
+Additions: the wrapper has the attributes of the model, parameters may be frozen or unfrozen later, and a rank without a
+loss (a micro-batch without labels, a failed backward) contributes zero gradients without a backward of the model.
 """
 
 import inspect
@@ -37,7 +37,8 @@ class DataParallel(DistributedDataParallel):
     Args:
         module: The model, on its device.
         options: Passed to DistributedDataParallel.
-        explain: Maps an error of a collective to the one to raise: a `PeerError` if a rank is lost, else the same.
+        explain: Maps an error of a collective to the error to raise: a `PeerError` if a rank is lost, else the same
+            error.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class DataParallel(DistributedDataParallel):
         self._is_checked = False
 
     def _rebuild_buckets(self) -> None:
-        """Let torch build its final buckets now, and not after the first step.
+        """Make torch build its final buckets now instead of after the first step.
 
         With three or more ranks the order of a sum depends on the bucket: the first step of a resumed run would round
         differently from the same step of an uninterrupted run. It also saves a collective in the second forward.
@@ -95,7 +96,7 @@ class DataParallel(DistributedDataParallel):
             return getattr(super().__getattr__("module"), name)
 
     def rewrap_if_trainable_changed(self) -> None:
-        """Wrap the model again if `requires_grad` of a parameter has changed, which has to happen on all ranks."""
+        """Wrap the model again if `requires_grad` of a parameter has changed; this must happen on all ranks."""
         if self._trainable != _is_trainable(self.module):
             is_synced = self.require_backward_grad_sync
             self._wrap(self.module, init_sync=False)
@@ -122,7 +123,7 @@ class DataParallel(DistributedDataParallel):
         return {n: p for n, p in self.module.named_parameters() if p.requires_grad and n not in ignored}
 
     def contribute_zero_gradients(self, loss: torch.Tensor) -> None:
-        """Contribute zero gradients, if the other ranks wait for those of this rank.
+        """Contribute zero gradients, if the other ranks are waiting for this rank's.
 
         Args:
             loss: The loss of this rank; it may be NaN.
@@ -150,7 +151,7 @@ class DataParallel(DistributedDataParallel):
             self.require_backward_grad_sync, self.require_forward_param_sync = before
 
     def mark_backward_start(self) -> None:
-        """Note which gradients are ready before a backward, for `fill_missing_gradients`."""
+        """Record which gradients are ready before a backward, for `fill_missing_gradients`."""
         self._ready_before = self.reducer.get_backward_stats()
 
     def fill_missing_gradients(self) -> None:
@@ -174,7 +175,7 @@ class DataParallel(DistributedDataParallel):
     def check_after_backward(self, loss: torch.Tensor, models: Sequence["DataParallel"]) -> None:
         """Check after a backward that every synced parameter got a gradient, if the loss depends on this model.
 
-        Without one, torch would raise at the next forward, without the name of the parameter.
+        Otherwise torch would raise at the next forward, without the name of the parameter.
 
         Args:
             loss: The loss of this backward.
@@ -226,7 +227,7 @@ def ignore_parameters(model: torch.nn.Module, names: list[str]) -> None:
 def has_routed_modules(model: torch.nn.Module) -> bool:
     """Whether a model has trainable experts that are separate modules: those without tokens get no gradient.
 
-    Experts in one fused parameter always get one, with zeros for experts without tokens.
+    Experts in one fused parameter always get a gradient, with zeros for experts without tokens.
     """
     lists = torch.nn.ModuleList | torch.nn.ModuleDict
     return any(
@@ -238,7 +239,7 @@ def has_routed_modules(model: torch.nn.Module) -> bool:
 
 
 class _Zero(torch.autograd.Function):
-    """A zero that depends on parameters, with zero gradients also for values that are NaN."""
+    """A zero that depends on parameters, and gives zero gradients even for values that are NaN."""
 
     @staticmethod
     def forward(ctx: Any, *parameters: torch.Tensor) -> torch.Tensor:

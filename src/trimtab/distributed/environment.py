@@ -1,4 +1,4 @@
-"""What a process finds at its start: rank and rendezvous from the launcher's variables, devices and cores of its host.
+"""What a process finds at startup: rank and rendezvous from the launcher's variables, devices and cores of its host.
 
 torchrun (and so `trimtab launch`), SLURM's srun, and anything else that sets RANK and WORLD_SIZE are recognised.
 """
@@ -20,7 +20,7 @@ _RANKS_CURE = (
     f"start the processes with trimtab launch or torchrun, which set {_ALL_VARIABLES}; or unset RANK and WORLD_SIZE to "
     "run one process"
 )
-# Below the range from which systems assign ports to clients: these are rarely taken.
+# Below the range from which systems assign ports to clients: these ports are rarely in use.
 _FIRST_PORT, _NUM_PORTS = 15000, 15000
 _LAST_PORT = 65535
 
@@ -30,10 +30,10 @@ class RankInfo:
     """Rank and rendezvous of this process.
 
     Args:
-        rank: Among all processes.
+        rank: Rank among all processes.
         num_processes: World size.
-        local_rank: Among the processes of this host.
-        local_world_size: Processes on this host.
+        local_rank: Rank among the processes of this host.
+        local_world_size: Number of processes on this host.
         address: Host of the rendezvous; None if torch has to read it from the environment, or for one process.
         port: Port of the rendezvous.
         launcher: "none", "torchrun", "slurm" or "environment".
@@ -53,7 +53,7 @@ class RankInfo:
 
     @property
     def local_device(self) -> int | None:
-        """Device index of this process on its host; None for one process, which chooses by itself.
+        """Device index of this process on its host; None for one process, which chooses its device itself.
 
         SLURM may show each task only its own device, which then has index 0 in every task.
         """
@@ -91,7 +91,7 @@ def read_rank_info(environ: Mapping[str, str] | None = None) -> RankInfo:
     """Read rank and rendezvous from the environment.
 
     Args:
-        environ: The variables; None: those of this process.
+        environ: The variables; None uses those of this process.
 
     Raises:
         RecipeError: A variable is invalid, or two contradict each other.
@@ -118,7 +118,7 @@ def restarted_job_id() -> str | None:
 
 
 def _from_ranks(given: Mapping[str, str]) -> RankInfo:
-    """torchrun, a Kubernetes operator, or a script that sets the same variables."""
+    """Read the variables of torchrun, a Kubernetes operator, or a script that sets the same variables."""
     if "WORLD_SIZE" not in given:
         raise RecipeError(f"RANK={given['RANK']} is set, but WORLD_SIZE is not", _RANKS_CURE)
     num_processes = _number(given, "WORLD_SIZE", _RANKS_CURE, low=1)

@@ -16,7 +16,7 @@ from trimtab.errors import RecipeError
 
 T = TypeVar("T")
 _MAX_DIMS = 8
-# Words in errors of gloo, NCCL and sockets that may mean that a rank is gone.
+# Words in errors of gloo, NCCL and sockets that may mean that a rank is lost.
 _LOST = ("peer", "connection", "gloo", "nccl", "timed out", "socket", "broken pipe", "process group")
 
 
@@ -53,7 +53,7 @@ class GroupWorld(World):
 
     def gather_per_rank(self, value: T) -> list[T]:
         """Return `value` of every rank, in rank order."""
-        received: list[list[torch.Tensor]] = []  # for each tensor in `value`, that of every rank
+        received: list[list[torch.Tensor]] = []  # for each tensor in `value`, the tensors of all ranks
         with self.exchanging("gather"):
             map_tensors(lambda tensor: received.append(self._gather_tensor(tensor)), value)
 

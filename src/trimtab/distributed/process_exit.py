@@ -1,8 +1,8 @@
-"""Ends a rank whose work is done without finalizing the interpreter.
+"""End a rank whose work is done without finalizing the interpreter.
 
 Threads of gloo outlive `destroy_process_group`. One that releases the last reference to a tensor while Python finalizes
 cannot take the interpreter's lock, and C++ aborts the process: the launcher would then report a rank that had finished
-as killed by SIGABRT. Processes started by multiprocessing end in this way too.
+as killed by SIGABRT. Processes started by multiprocessing also end in this way.
 """
 
 import atexit

@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class ProcessInterface:
-    """What a script asks about its processes; a subclass provides `_world`."""
+    """Properties and methods of a script that concern its processes; a subclass provides `_world`."""
 
     __slots__ = ()
     _world: World
@@ -40,7 +40,7 @@ class ProcessInterface:
         return self._world.process_index == self._world.num_processes - 1
 
     def wait_for_everyone(self) -> None:
-        """Block until all processes have called this method."""
+        """Block until all processes have called this method (a barrier)."""
         self._world.wait_for_everyone()
 
     def main_process_first(self) -> AbstractContextManager[None]:
@@ -48,11 +48,16 @@ class ProcessInterface:
         return self._world.main_process_first()
 
     def local_main_process_first(self) -> AbstractContextManager[None]:
-        """Return a context whose body runs on the first process of each host before the others of that host."""
+        """Return a context whose body runs on the first process of each host before the other ones of that host."""
         return self._world.main_process_first(local=True)
 
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> AbstractContextManager[Any]:
-        """Return a context that yields this process's share of a list, tuple, dict, tensor or dataset."""
+        """Return a context that yields this process's part of a list, tuple, dict, tensor or dataset.
+
+        Args:
+            inputs: The values to divide.
+            apply_padding: Whether to repeat the last value, so that all parts have the same length.
+        """
         return nullcontext(self._world.split(inputs, apply_padding))
 
     def on_main_process(self, function: Callable[..., T]) -> Callable[..., T | None]:
@@ -76,7 +81,7 @@ class ProcessInterface:
     def on_local_process(
         self, function: Callable[..., Any] | None = None, local_process_index: int | None = None
     ) -> Any:
-        """Decorate a function to run on the process with that local rank; without a function, return a decorator."""
+        """Decorate a function to run on the processes with that local rank; without a function, return a decorator."""
         if function is None:
             return functools.partial(self.on_local_process, local_process_index=local_process_index)
         return _run_if(lambda: self._world.local_process_index == local_process_index, function)
@@ -96,7 +101,7 @@ class ProcessState(ProcessInterface):
         mixed_precision: The precision of the engine; "no" without an engine.
     """
 
-    # `_world` is a slot so that `__dict__` contains values only: scripts compare states by `__dict__`.
+    # `_world` is a slot, so that `__dict__` contains only values: scripts compare states by `__dict__`.
     __slots__ = ("__dict__", "_world")
 
     # Accelerate's names for kinds of parallelism that do not exist here.

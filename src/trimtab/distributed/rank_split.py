@@ -1,4 +1,4 @@
-"""Splits sequences over the ranks: consecutive parts in rank order, whose sizes differ by one at most."""
+"""Split sequences over the ranks: consecutive parts in rank order, whose sizes differ by at most one."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -20,7 +20,7 @@ def split_for_rank(inputs: Any, rank: int, num_processes: int, apply_padding: bo
         inputs: The sequence to split.
         rank: The rank whose part is returned.
         num_processes: Number of parts.
-        apply_padding: Repeat the last item of a shorter part, for parts of equal length.
+        apply_padding: Whether to repeat the last item of a shorter part, so that all parts have the same length.
     """
     if isinstance(inputs, Mapping):
         lengths = {len(value) for value in inputs.values()}

@@ -1,4 +1,4 @@
-"""Connects this process to the other ranks: process group, monitor, and a comparison of versions."""
+"""Connect this process to the other ranks: process group, monitor, and a comparison of versions."""
 
 import atexit
 import contextlib
@@ -62,7 +62,7 @@ def init_world(
 
 def _connect(place: RankInfo, device: torch.device, timeout_s: float) -> None:
     if not faulthandler.is_enabled() and sys.stderr is not None:
-        faulthandler.enable()  # a rank that is ended by native code shows where it was
+        faulthandler.enable()  # a rank that is ended by native code then shows where it was
     if device.type == "cuda":
         torch.cuda.set_device(device)
     backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{_device_backend(device)}"
@@ -106,7 +106,7 @@ def _shared_monitor(place: RankInfo, timeout_s: float) -> PeerMonitor:
 
 
 def _open_store(place: RankInfo) -> c10d.Store:
-    """Open a second connection to the store, for the monitor: a main thread that waits may hold torch's own."""
+    """Open a second connection to the store, for the monitor: a waiting main thread may hold torch's own."""
     address = place.address or os.environ.get("MASTER_ADDR")
     port = place.port or os.environ.get("MASTER_PORT")
     if address and port:
@@ -141,14 +141,14 @@ def _leave() -> None:
 
 
 def _wait_for_idle_gloo(timeout_s: float = 2.0) -> None:
-    """Wait until no thread of gloo is running any more.
+    """Wait until no thread of gloo is running.
 
-    With DDP these threads outlive the process group. Processes were seen to abort at their exit, "terminate called
-    without an active exception": as far as known, such a thread released its last tensors while Python finalized.
+    With DDP these threads outlive the process group. Some processes aborted at exit with "terminate called without an
+    active exception": as far as is known, such a thread released its last tensors while Python finalized.
     """
     deadline = time.monotonic() + timeout_s
     while True:
-        time.sleep(0.02)  # without the interpreter's lock, which a thread that releases a tensor may be waiting for
+        time.sleep(0.02)  # without the interpreter's lock, for which a thread that releases a tensor may be waiting
         if time.monotonic() > deadline or not any(map(_is_running_gloo, Path("/proc/self/task").glob("*"))):
             return
 

@@ -1,4 +1,4 @@
-"""`World`: the ranks of a run and the collectives between them; for one process all of them do nothing."""
+"""`World`: the processes of a run and the collectives between them; with one process, all collectives do nothing."""
 
 import enum
 from collections.abc import Callable, Iterator, Mapping
@@ -15,7 +15,7 @@ Number = float | torch.Tensor
 
 
 class DistributedType(enum.StrEnum):
-    """How the ranks are connected, with Accelerate's values; compares equal to the same string."""
+    """How the processes of a run are connected; the values are Accelerate's and compare equal to strings."""
 
     NO = "NO"
     MULTI_CPU = "MULTI_CPU"
@@ -35,7 +35,7 @@ class DistributedType(enum.StrEnum):
 
 
 class World:
-    """The processes of a run. This base class is a run of one process, in which every collective is the identity.
+    """The processes of a run. This base class is for one process: every collective is the identity.
 
     `GroupWorld` overrides it for several processes.
     """
@@ -74,7 +74,7 @@ class World:
         return value if scale == 1.0 else map_tensors(lambda tensor: tensor * scale, value)
 
     def total(self, value: Number, device: torch.device) -> Number:
-        """Sum a number over the ranks. On an accelerator the sum is a tensor there: no host-device sync."""
+        """Sum a number over the ranks. On an accelerator the sum is a tensor on the device: no host-device sync."""
         return value
 
     def pad_across_processes(self, value: T, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> T:
@@ -94,7 +94,7 @@ class World:
         return inputs
 
     def anyone(self, flag: bool) -> bool:
-        """Return whether the flag is set on any rank. Hosts synchronize, devices do not."""
+        """Return whether the flag is set on any rank. The hosts synchronize, the devices do not."""
         return flag
 
     def exchanging(self, operation: str) -> AbstractContextManager[Any]:
@@ -111,7 +111,7 @@ class World:
 
 
 def check_reduction(reduction: str) -> None:
-    """Raise if there is no such reduction."""
+    """Raise an error if the reduction is unknown."""
     if reduction not in ("sum", "mean", "max", "none"):
         raise RecipeError(f"reduction={reduction!r} is unknown", 'use "sum", "mean", "max" or "none"')
 
@@ -122,7 +122,7 @@ def rebuild_mapping(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
         return items
     try:
         return type(mapping)(items)  # type: ignore[call-arg]
-    except TypeError:  # a defaultdict, say
+    except TypeError:  # for example a defaultdict
         return items
 
 
@@ -140,7 +140,7 @@ def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
 
 
 def concatenated(parts: list[Any]) -> Any:
-    """Merge the values of several ranks: tensors concatenated along the first dimension, containers keep their type."""
+    """Merge the values of several ranks: concatenate tensors along the first dimension; containers keep their type."""
     first = parts[0]
     if isinstance(first, torch.Tensor):
         try:

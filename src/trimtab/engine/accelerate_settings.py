@@ -65,7 +65,7 @@ def _data_parallel(handler: Any, find_unused_parameters: bool) -> DataParallelOp
 
 
 def _require_defaults(handler: Any, **defaults: tuple[Any, ...]) -> None:
-    """Raise an error for a field with another value than those allowed: no setting is ignored silently."""
+    """Raise an error if a field has a value that is not allowed: no setting is ignored silently."""
     for name, allowed in defaults.items():
         value = getattr(handler, name, allowed[0])
         if value not in allowed and getattr(value, "value", value) not in allowed:
@@ -73,15 +73,15 @@ def _require_defaults(handler: Any, **defaults: tuple[Any, ...]) -> None:
 
 
 def loader_rules(config: Any, split_batches: bool | None, as_accelerate: bool = False) -> LoaderRules:
-    """Return how loaders are shared among processes.
+    """Return how loaders are divided among processes.
 
-    A DataLoaderConfiguration has Accelerate's meaning: without split_batches=True every process takes its own batches.
-    Without one, and without the argument, the batch size of the engine counts the rows of all processes.
+    A DataLoaderConfiguration has Accelerate's meaning: unless it has split_batches=True, each process takes its own
+    batches. With neither a configuration nor the argument, the batch size counts the rows of all processes.
 
     Args:
         config: A DataLoaderConfiguration, or None.
         split_batches: The argument of the engine; takes precedence over `config`.
-        as_accelerate: Whether batches are shared as in Accelerate, with its defaults.
+        as_accelerate: Whether to divide batches as Accelerate does, with its defaults.
     """
     if config is not None and not hasattr(config, "split_batches"):
         raise RecipeError(

@@ -1,7 +1,7 @@
-"""Accelerate's way to share batches: parts of equal size, padded with the first rows of the epoch.
+"""Accelerate's way to divide batches among processes: parts of equal size, padded with the first rows of the epoch.
 
-`trimtab.accelerate.Accelerator` uses it, so that a script written for Accelerate gets the same batches as there. The
-engine's own sharding takes each row once instead (`sharding.py`).
+`trimtab.accelerate.Accelerator` uses it, so that a script written for Accelerate gets the same batches. The engine's
+own sharding (`sharding.py`) uses each row once instead.
 """
 
 from typing import Any
@@ -11,15 +11,15 @@ from trimtab.errors import PrepareError
 
 
 class AccelerateSharding:
-    """Gives every process parts of equal size.
+    """Give every process parts of equal size.
 
     Args:
         rank: The rank of this process.
         num_processes: The number of processes.
         splits: Whether each batch is divided; else each process takes a whole batch of a group.
         is_even: Whether the last part is padded with the first rows of the epoch; else some processes have fewer rows,
-            or no batch. May be changed between two epochs. Loaded batches are always padded.
-        batch_size: Of the loader; None where batches differ in size.
+            or no batch. May change between two epochs. Loaded batches are always padded.
+        batch_size: The batch size of the loader; None if batches differ in size.
         drop_last: Whether parts that would need padding are left out.
         dispatches: Whether the last batch of an epoch is divided into equal parts before it is padded.
     """
@@ -50,7 +50,7 @@ class AccelerateSharding:
         self._dispatches = dispatches
 
     def num_shares(self, num_batches: int) -> int:
-        """Return one per full group; a short last group depends on the settings and the rank."""
+        """Return one batch per full group; whether a short last group adds one depends on the settings and the rank."""
         num_full, num_left = divmod(num_batches, self.group_size)
         if not num_left or self._drop_last:
             return num_full

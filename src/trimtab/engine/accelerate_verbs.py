@@ -1,4 +1,4 @@
-"""Methods of `Engine` that only scripts written for Accelerate use, and the names of Accelerate that it lacks."""
+"""Methods of `Engine` that only scripts written for Accelerate use, and Accelerate names that it does not support."""
 
 import warnings
 from collections.abc import Iterator, Sequence
@@ -73,7 +73,7 @@ class AccelerateInterface(ProcessInterface):
 
     @property
     def dispatch_batches(self) -> bool | None:
-        """Whether the main process reads for all; None: for iterable datasets only."""
+        """Whether the main process reads the data for all processes; None means only for iterable datasets."""
         return self._prepared.loader_rules.dispatches
 
     @property
@@ -87,11 +87,11 @@ class AccelerateInterface(ProcessInterface):
         return self.device.type in ("cuda", "xpu")
 
     def verify_device_map(self, model: torch.nn.Module) -> bool:
-        """Return whether a model was spread over several devices when it was loaded."""
+        """Return whether a model was split over several devices when it was loaded."""
         return any(len(getattr(part, "hf_device_map", ())) > 1 for part in model.modules())
 
     def trigger_sync_in_backward(self, model: torch.nn.Module) -> AbstractContextManager[None]:
-        """Return a context for the last backward of several forwards under `no_sync`: gradients are exchanged in it."""
+        """Return a context for the last backward after several forwards under `no_sync`; it exchanges the gradients."""
         return model.sync_in_backward() if isinstance(model, DataParallel) else nullcontext()
 
     def join_uneven_inputs(
@@ -182,7 +182,7 @@ def save_object(obj: Any, file: str | Path, safe_serialization: bool) -> None:
 def join_uneven_inputs(
     prepared: PreparedParts, joinables: Sequence[Any], even_batches: bool | None = None
 ) -> Iterator[None]:
-    """Let some processes have fewer batches: they take part in the collectives of the others until these are done."""
+    """Let some processes have fewer batches: they join the collectives of the others until those are done."""
     if prepared.world.num_processes == 1:
         yield
         return

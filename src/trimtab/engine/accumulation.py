@@ -4,7 +4,8 @@ Micro-batch i of a window contributes loss × wᵢ / E to the gradients, where E
 If the actual total W differs, the gradients are multiplied by E / W at the end of the window: `correction`.
 
 With several processes E and W are totals over all of them. Their gradients are averaged, which divides by the number of
-processes P, so weights are multiplied by P. Without weights a process counts by its share of the rows of a batch.
+processes P, so weights are multiplied by P. Without weights, each process is weighted by its share of the rows of a
+batch.
 """
 
 import math
@@ -24,13 +25,13 @@ Weight = float | torch.Tensor
 
 @dataclass(frozen=True)
 class WindowRules:
-    """Where windows end and how they are normalized: the choices of Accelerate's GradientAccumulationPlugin.
+    """Where windows end and how they are normalized: the options of Accelerate's GradientAccumulationPlugin.
 
     Args:
         ends_with_epoch: Whether the last batch of an epoch ends a window; else the window continues in the next epoch.
-        exchanges_each: Whether processes exchange gradients in every micro-batch, not only where a window ends.
-        divides_by_num_steps: Whether a window that is shorter because its epoch ends is divided by the length of a
-            full one, as in Accelerate; else by its own length. Losses with a weight are exact either way.
+        exchanges_each: Whether processes exchange gradients in every micro-batch, not only at the end of a window.
+        divides_by_num_steps: Whether a window that is cut short by the end of an epoch is divided by the length of a
+            full window, as in Accelerate; else by its own length. Losses with a weight are exact either way.
     """
 
     ends_with_epoch: bool = True
@@ -55,7 +56,7 @@ class Accumulation:
 
     def reset(self) -> None:
         """Discard the current window and the expected weight."""
-        # `state_dict` uses the names of some of these attributes as keys of a checkpoint.
+        # `state_dict` uses some of these attribute names as keys of a checkpoint.
         self.window = 0  # number of windows begun
         self.sync = True  # the current micro-batch ends its window: optimizer, scheduler and zero_grad act
         self.inside = False  # inside an `accumulate` context
@@ -64,13 +65,14 @@ class Accumulation:
         self._awaits_backward = False  # a micro-batch was opened and its backward has not run yet
         self._counted = False  # the total contains the weight of the current micro-batch
         self._stepped = True
-        self._alone = False  # the window has one micro-batch, whose mean needs no weight
+        self._alone = False  # the window has a single micro-batch, whose mean needs no weight
         self._row_share = 1.0
         self._total: Weight = 0.0
         self._total_of_all: Weight = 0.0  # the total over all processes, as of the last correction
         self._expected: Weight | None = None  # E for weighted losses, set by the first of them
         self._weighted: bool | None = None
-        self._pending: tuple[Weight, torch.device] | None = None  # a sum over processes that the others wait for
+        # a sum over processes that the other processes are waiting for
+        self._pending: tuple[Weight, torch.device] | None = None
 
     @property
     def num_steps(self) -> int:
@@ -122,12 +124,12 @@ class Accumulation:
 
     @property
     def is_open_in_plain_loop(self) -> bool:
-        """Whether gradients of backwards outside `accumulate` wait for a step."""
+        """Whether gradients from backwards outside `accumulate` are waiting for an optimizer step."""
         return not self.inside and not self._stepped and self._num_opened == 0
 
     @property
     def is_waiting_for_step(self) -> bool:
-        """Whether a window has begun whose gradients no optimizer has used yet."""
+        """Whether a window has started whose gradients no optimizer step has used yet."""
         return not self._stepped
 
     def step_taken(self) -> None:
@@ -144,7 +146,7 @@ class Accumulation:
         return self.sync or (weight is not None and self._expected is None)
 
     def contribution(self, loss: torch.Tensor, weight: Weight | None) -> torch.Tensor | None:
-        """Return the loss times the micro-batch's share of the window, or None where the share is zero."""
+        """Return the loss times the micro-batch's share of the window, or None if the share is zero."""
         self._note_kind(weight)
         if weight is None:
             self._count(1.0)
@@ -182,13 +184,13 @@ class Accumulation:
 
     @property
     def _is_whole(self) -> bool:
-        """Whether a loss without a weight is that of the whole window."""
+        """Whether a loss without a weight is the loss of the whole window."""
         return self._window_length == 1 or (self._alone and not self.rules.divides_by_num_steps)
 
     def open_replay(self, usual_weight: Weight | None) -> Weight | None:
-        """Return what a micro-batch that computes its own contribution divides its weight by; None if it is alone.
+        """Return the divisor for the weight of a micro-batch that computes its own contribution; None if it is alone.
 
-        Without a weight, it is what the loss is divided by.
+        Without a weight, the loss itself is divided by this number.
 
         Args:
             usual_weight: The weight of such a micro-batch, for the first one of a run.
@@ -229,7 +231,7 @@ class Accumulation:
             self._counted = True
 
     def correction(self, in_plain_loop: bool, device: torch.device) -> Weight | None:
-        """Return the factor that normalizes the gradients of a window, or None where it is 1.
+        """Return the factor that normalizes the gradients of a window, or None if it is 1.
 
         Args:
             in_plain_loop: Whether the loop itself decides when a window ends.
@@ -284,7 +286,7 @@ class Accumulation:
 class MicroBatch:
     """The context of `Engine.accumulate`: one micro-batch.
 
-    A class, because a generator costs more than the rest of the engine's step.
+    This is a class because a generator would cost more time than the rest of the engine's step.
     """
 
     __slots__ = ("_accumulation", "_connected", "_exchanged", "_loaders")
@@ -302,7 +304,7 @@ class MicroBatch:
         else:
             self._accumulation.open_micro_batch(loader.num_remaining, loader.end_of_epoch, loader.row_share)
         self._accumulation.inside = True
-        # models inside an outer no_sync are left alone: they exchange no gradients, even where a window ends
+        # leave models inside an outer no_sync alone: they exchange no gradients, even at the end of a window
         self._exchanged = [model for model in self._connected if model.require_backward_grad_sync]
         for model in self._exchanged:
             model.require_backward_grad_sync = self._accumulation.exchanges
@@ -314,7 +316,7 @@ class MicroBatch:
 
 
 def _checked_weight(weight: Weight, device: torch.device) -> Weight:
-    """Return a CPU weight as a number, another one as a scalar on the device of the loss, without a sync."""
+    """Return a CPU weight as a number, and any other as a scalar on the loss's device, without a host-device sync."""
     if isinstance(weight, torch.Tensor):
         if weight.numel() != 1:
             raise LossError(
@@ -339,14 +341,14 @@ def _none_if_weightless(contribution: torch.Tensor, weight: Weight) -> torch.Ten
 
 
 def _ratio(weight: Weight, total: Weight, num_processes: int) -> Weight:
-    """Return the factor of a window's only micro-batch; 0 where no process has a weight."""
+    """Return the factor of a window's only micro-batch; 0 if no process has a weight."""
     if isinstance(total, torch.Tensor):
         return weight * num_processes / total.clamp(min=torch.finfo(total.dtype).tiny)
     return weight * num_processes / total if total else 0.0
 
 
 def _initial_expectation(weight: Weight, num_steps: int) -> Weight:
-    """Return E, here the first weight times the length of a window: any value works, `correction` divides it out."""
+    """Return E: the first weight times the length of a window. Any value works, because `correction` divides it out."""
     if isinstance(weight, torch.Tensor):
         return torch.where(weight > 0, weight * num_steps, torch.full_like(weight, num_steps))
     return weight * num_steps if weight > 0 else float(num_steps)

@@ -1,7 +1,7 @@
-"""Lets all processes end an accumulation window, or none.
+"""Makes all processes complete an accumulation window, or none.
 
-Out of memory is an event of one process. The others learn of it at their next exchange with that process: before the
-first values of a window are exchanged, or after its gradients were, to which the failed process contributes zeros.
+One process alone may run out of memory. The others learn of it when they next exchange data with it: before the first
+values of a window are exchanged, or after the gradients are, to which the failed process contributes zeros.
 """
 
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from trimtab.engine.accumulation import Accumulation, Weight
 
 
 class WindowAborted(Exception):
-    """Another process has aborted this window; so far it has changed gradients only."""
+    """Another process has aborted this window; so far the window has changed only gradients."""
 
 
 class _Stage(Enum):
@@ -22,15 +22,15 @@ class _Stage(Enum):
     OPEN = 1  # any process may abort
     EXCHANGING = 2  # gradients are being exchanged
     DONE = 3  # all processes have the gradients: too late to abort
-    ABORTED = 4  # by another process
+    ABORTED = 4  # another process aborted
 
 
 class Agreement:
-    """The agreement of all processes on whether the current window ends.
+    """The agreement of all processes on whether to complete the current window.
 
     Args:
         world: The processes.
-        connected: The models whose gradients they exchange; the list grows as models are prepared.
+        connected: The models whose gradients are exchanged; the list grows as models are prepared.
         accumulation: The current window.
     """
 
@@ -40,7 +40,7 @@ class Agreement:
 
     @contextmanager
     def required(self) -> Iterator[None]:
-        """Make one window end on all processes or on none; after an exception inside, call `abort`."""
+        """Make one window complete on all processes or on none; after an exception inside, call `abort`."""
         self._stage = _Stage.OFF
         for model in self._connected:
             model.rewrap_if_trainable_changed()
@@ -50,10 +50,10 @@ class Agreement:
         self._stage = _Stage.OFF
 
     def before_backward(self, weight: Weight | None) -> None:
-        """If the next backward exchanges anything, ask first whether a process has aborted.
+        """If the next backward exchanges anything, ask first whether any process has aborted.
 
         Raises:
-            WindowAborted: One has.
+            WindowAborted: A process has aborted.
         """
         if self._stage is not _Stage.OPEN or not self._accumulation.needs_others(weight):
             return
@@ -64,10 +64,10 @@ class Agreement:
                 model.mark_backward_start()
 
     def after_exchange(self) -> None:
-        """After the gradients were exchanged, ask whether a process contributed zeros.
+        """After the gradients were exchanged, ask whether any process contributed zeros.
 
         Raises:
-            WindowAborted: One did.
+            WindowAborted: A process contributed zeros.
         """
         if self._stage is _Stage.EXCHANGING:
             self._stage = _Stage.OPEN

@@ -1,4 +1,4 @@
-"""Collective operations of the engine that depend on more than the world: current batch, user errors, triggers."""
+"""Collective operations of the engine that need more than the world: the current batch, user errors, triggers."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
@@ -34,7 +34,7 @@ class Collectives:
         return loader is not None and loader.shard.has_no_rows
 
     def gather_for_metrics(self, value: Any, use_gather_object: bool = False) -> Any:
-        """Gather the values of all processes without padding rows; objects come as a list."""
+        """Gather the values of all processes without padding rows; objects are returned as a list."""
         if use_gather_object or not _is_all_tensors(value):
             return self._gather_objects(value)
         loader = self._active_loaders.innermost
@@ -43,7 +43,7 @@ class Collectives:
         return loader.shard.real_rows(self._world.gather_per_rank(value), loader.loader.batch_size)
 
     def _gather_objects(self, value: Any) -> list[Any]:
-        """Concatenate lists, or collect one object per process; processes with padding rows only are left out."""
+        """Concatenate lists, or collect one object per process; processes that have only padding rows are left out."""
         loader = self._active_loaders.innermost
         value = value if loader is None else loader.shard.own_objects(value)
         gathered = self._world.all_gather_object((value, self.has_no_rows))
@@ -51,7 +51,7 @@ class Collectives:
         return [item for part in counted for item in part] if isinstance(value, list) else counted
 
     def decide_on_main_process(self, decide: Callable[[], T]) -> T:
-        """Run `decide` on the main process and return its result on all; a `UserError` is raised on all of them."""
+        """Run `decide` on the main process and return its result on all processes, which also raise its `UserError`."""
         outcome: tuple[Any, UserError | None] = (None, None)
         if self._world.process_index == 0:
             try:

@@ -1,6 +1,6 @@
-"""A prepared loader whose data only the main process reads; the other processes receive their part from it.
+"""A prepared loader whose data is read by the main process only; the other processes receive their part from it.
 
-For data that is expensive to read, that only one process can read, or whose order differs each time it is read.
+It is for data that is expensive to read, that only one process can read, or whose order differs with each read.
 """
 
 from collections.abc import Iterator

@@ -45,9 +45,9 @@ T = TypeVar("T")
 
 
 class Engine(AccelerateInterface, ProcessInterface):
-    """Runs your own training loop with device placement, mixed precision, exact accumulation and checkpoints.
+    """Run your own training loop with device placement, mixed precision, exact accumulation and checkpoints.
 
-    Engines share no global state: several with different settings can exist in one process.
+    Engines share no global state: several engines with different settings can exist in one process.
 
     Args:
         mixed_precision: "no", "fp16" or "bf16" (mixed precision with fp32 weights); "bf16-pure", which needs an
@@ -55,34 +55,45 @@ class Engine(AccelerateInterface, ProcessInterface):
             that the device supports natively.
         gradient_accumulation_steps: Micro-batches per optimizer step inside `accumulate`.
         device: The device to compute on; None uses an accelerator if there is one, else the CPU.
-        seed: Seeds all random number generators, if given.
-        cpu: The same as device="cpu".
+        seed: Seed for all random number generators; None leaves them unchanged.
+        cpu: Whether to compute on the CPU, like device="cpu".
         device_placement: Whether `prepare` moves models and batches to the device.
         step_scheduler_with_optimizer: Whether a prepared scheduler steps only after an optimizer step.
-        log_with: "mlflow", "journal", an object with start, log and finish, or a list of these; None disables tracking.
+        log_with: "mlflow", "journal", an object with the methods start, log and finish, or a list of these; None
+            disables tracking.
         project_dir: The folder that trackers write to.
-        split_batches: Whether the batch size of a loader counts the rows of all processes; True by default. With
-            False, as in Accelerate, every process takes whole batches and schedulers step once per process.
-        find_unused_parameters: Allow parameters that do not contribute to the loss, when several processes train.
-        dataloader_config: Accelerate's DataLoaderConfiguration, read by its fields. It has Accelerate's meaning:
-            without split_batches=True every process takes whole batches.
-        gradient_accumulation_plugin: Accelerate's plugin, instead of gradient_accumulation_steps.
-        project_config: Accelerate's ProjectConfiguration, for its project_dir.
-        kwargs_handlers: Accelerate's GradScalerKwargs, ProfileKwargs, DistributedDataParallelKwargs and the timeout of
-            InitProcessGroupKwargs.
+        split_batches: Whether the batch size of a loader counts the rows of all processes; True by default. With False,
+            as in Accelerate, every process takes whole batches and schedulers step once per process.
+        find_unused_parameters: Whether to allow parameters that do not contribute to the loss when several processes
+            train.
+        dataloader_config: Accelerate's DataLoaderConfiguration, with Accelerate's meaning: unless it has
+            split_batches=True, every process takes whole batches.
+        gradient_accumulation_plugin: Accelerate's GradientAccumulationPlugin, instead of gradient_accumulation_steps.
+        project_config: Accelerate's ProjectConfiguration; only its project_dir is used.
+        kwargs_handlers: Accelerate's GradScalerKwargs, ProfileKwargs, DistributedDataParallelKwargs and
+            InitProcessGroupKwargs (its timeout).
         memory_budget: The device memory that the process may use, such as "8GiB"; "auto" uses the free memory. When
-            `prepare` gets model, optimizer and loader, it predicts the memory of a step, enables gradient
+            `prepare` gets a model, an optimizer and a loader, it predicts the memory of a step, enables gradient
             checkpointing if needed, and logs what it chose.
-        memory_allow: Techniques that the budget may use although they change results slightly: "8bit" for optimizer
-            state in 8 bits.
-        compile_blocks: Compile the repeated blocks of prepared models with torch.compile, when a shape of their
-            inputs is met for the first time, and up to 16 shapes. Only training is compiled. Names in state dicts do
-            not change. If compiling fails, the blocks compute as before, and a message reports it.
-        cuda_graphs: Let `forward_backward` capture micro-batches in CUDA graphs, one for each size that is met twice,
-            up to 32, and replay them. One process. On other devices, and where a capture fails, it computes without
-            graphs, and a message reports it.
-        world: The processes that train together; None finds them from the launcher's environment variables.
+        memory_allow: Techniques that the budget may use although they change results slightly: "8bit" for 8-bit
+            optimizer state.
+        compile_blocks: Whether to compile the repeated blocks of prepared models with torch.compile: at the first
+            occurrence of each input shape, up to 16 shapes. Only training is compiled. Names in state dicts do not
+            change. If compiling fails, a message is logged and the blocks run without it.
+        cuda_graphs: Whether `forward_backward` captures micro-batches in CUDA graphs and replays them: one graph for
+            each batch size that occurs twice, up to 32. For one process only. On other devices, or if a capture fails,
+            a message is logged and the step runs without graphs.
+        world: The processes that train together; None finds them in the launcher's environment variables.
         memory_planner: Adapts parts to the memory in `prepare`; None uses the planner for `memory_budget`.
+
+    Example:
+        engine = Engine(mixed_precision="bf16", gradient_accumulation_steps=4)
+        model, optimizer, loader = engine.prepare(model, optimizer, loader)
+        for batch in loader:
+            with engine.accumulate(model):
+                engine.backward(model(**batch).loss)
+                optimizer.step()
+                optimizer.zero_grad()
     """
 
     # True in `trimtab.accelerate.Accelerator`: batches, windows and random numbers exactly as in Accelerate.
@@ -92,7 +103,7 @@ class Engine(AccelerateInterface, ProcessInterface):
     _scaler: Scaler
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Store the arguments: an engine is pickled by them."""
+        """Store the arguments, which are all that is pickled of an engine."""
         engine = super().__new__(cls)
         engine._arguments = args, kwargs
         return engine
@@ -152,7 +163,7 @@ class Engine(AccelerateInterface, ProcessInterface):
         self._prepared = PreparedParts(
             world, device, device_placement, precision, accumulation, gradients, loaders, rules, follows
         )
-        self._models = self._prepared.models  # the same list: `backward` looks into it in every micro-batch
+        self._models = self._prepared.models  # the same list object: `backward` reads it in every micro-batch
         self._forward_backward = ForwardBackward(self._prepared, captures=cuda_graphs, compiles=compile_blocks)
         self._saved_state = SavedState(world, self._prepared, self._scaler, self._forward_backward)
         self.state = ProcessState(world, device, precision.name)
@@ -161,13 +172,13 @@ class Engine(AccelerateInterface, ProcessInterface):
             set_seed(seed)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle an engine by its arguments, without prepared parts and process group."""
+        """Pickle an engine by its arguments, without its prepared parts and process group."""
         return _rebuild, (type(self), *self._arguments)
 
-    if not TYPE_CHECKING:  # else mypy would accept every misspelt attribute
+    if not TYPE_CHECKING:  # otherwise mypy would accept every misspelt attribute
 
         def __getattr__(self, name: str) -> Any:
-            """Report what to use instead of an unsupported name of Accelerate's."""
+            """Raise an error that names the replacement for an unsupported Accelerate name."""
             if name in UNSUPPORTED:
                 raise AttributeError(f"{name} is not supported\n  cure: {UNSUPPORTED[name]}")
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
@@ -177,17 +188,24 @@ class Engine(AccelerateInterface, ProcessInterface):
     def prepare(self, *parts: Any, device_placement: list[bool] | None = None) -> Any:
         """Prepare models, optimizers, loaders and schedulers for the loop.
 
+        Models are moved to the device and compute in the engine's precision. Loaders deliver this process's batches on
+        the device. Optimizers and schedulers step only at the end of an accumulation window.
+
         Args:
-            parts: Any number of them, in any order.
-            device_placement: For each part, whether it is moved to the device; None uses the engine's setting.
+            parts: Models, optimizers, loaders and schedulers, in any order.
+            device_placement: For each part, whether to move it to the device; None uses the engine's setting.
 
         Returns:
             The prepared parts in the order given; a single part is returned alone.
+
+        Raises:
+            PrepareError: A part cannot be prepared. No part was changed.
         """
         moves = device_placement or [self._prepared.moves] * len(parts)
         check_parts(parts, moves)
         self._forward_backward.check(parts)
-        if self._compiles_blocks:  # before the budget: gradient checkpointing calls compiled blocks again
+        # before the budget is applied: gradient checkpointing calls the compiled blocks again
+        if self._compiles_blocks:
             compile_models(parts)
         parts = self._memory_planner.fit_to_budget(self, parts, self._prepared.loader_rules.splits)
         prepared = self._prepared.prepare(parts, moves)
@@ -211,7 +229,7 @@ class Engine(AccelerateInterface, ProcessInterface):
         return self._prepared.prepare_scheduler(scheduler)
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> PreparedLoader:
-        """Make the next iteration of a loader start after `num_batches` batches; map-style rows are not loaded.
+        """Make the next iteration of a loader start after `num_batches` batches, without loading map-style rows.
 
         `load_state` restores the position of a loader, so a resumed loop needs this only if it counts batches itself.
         """
@@ -220,11 +238,11 @@ class Engine(AccelerateInterface, ProcessInterface):
         return loader
 
     def unwrap_model(self, model: torch.nn.Module, keep_fp32_wrapper: bool = True) -> torch.nn.Module:
-        """Return the model inside torch.compile and data parallelism.
+        """Return the model without the wrappers of torch.compile and data parallelism.
 
         Args:
             model: A prepared model.
-            keep_fp32_wrapper: False restores the model's own forward, without autocast.
+            keep_fp32_wrapper: Whether to keep autocast; False restores the model's own forward.
         """
         inner = unwrap(model)
         if not keep_fp32_wrapper:
@@ -233,7 +251,12 @@ class Engine(AccelerateInterface, ProcessInterface):
         return inner
 
     def free_memory(self, *objects: Any) -> list[None]:
-        """Drop everything prepared and empty the device's cache; returns None for each object given."""
+        """Drop all prepared parts and empty the device's cache.
+
+        Returns:
+            None for each object given, to assign to its variable: `model, optimizer = engine.free_memory(model,
+            optimizer)`.
+        """
         self._gradients.forget()
         self._accumulation.reset()
         self._prepared.clear()
@@ -247,14 +270,14 @@ class Engine(AccelerateInterface, ProcessInterface):
     # ------------------------------------------------------------------ the step
 
     def backward(self, loss: torch.Tensor, weight: float | torch.Tensor | None = None, **kwargs: Any) -> None:
-        """Accumulate the gradients of a mean loss; at the end of a window they are those of the whole batch.
+        """Accumulate the gradients of a mean loss; at the end of a window, `.grad` contains those of the whole batch.
 
         Args:
             loss: A scalar: the mean over the rows or tokens of this micro-batch.
-            weight: The number of rows or tokens in that mean. None weighs all micro-batches equally, which is exact
-                for micro-batches of equal size. For causal language models it is `(labels[:, 1:] != -100).sum()`.
-                With weight 0 the loss is ignored. If the weight is on an accelerator, a loss written as sum / count
-                must clamp its count to 1: the derivative of 0 / 0 is NaN, and the host does not know the weight.
+            weight: The number of rows or tokens in that mean. None gives all micro-batches equal weight, which is exact
+                if they have equal size. For causal language models it is `(labels[:, 1:] != -100).sum()`. A loss with
+                weight 0 is ignored. If the weight is on an accelerator, a loss computed as sum / count must clamp the
+                count to at least 1: the derivative of 0 / 0 is NaN, and the host does not know the weight.
             kwargs: Passed to `torch.Tensor.backward`.
         """
         if not isinstance(loss, torch.Tensor) or loss.dim() != 0 or not loss.requires_grad or not self._models:
@@ -271,19 +294,19 @@ class Engine(AccelerateInterface, ProcessInterface):
         self._gradients.replay(captured)
 
     def forward_backward(self, model: torch.nn.Module, batch: Any, loss: LossFunction | None = None) -> torch.Tensor:
-        """Compute forward, loss and backward of a micro-batch, with `Engine(cuda_graphs=True)` by a CUDA graph.
+        """Run forward, loss and backward of a micro-batch; `Engine(cuda_graphs=True)` replays it as a CUDA graph.
 
-        The gradients are those of `backward`, inside `accumulate` and without it. A graph repeats the kernels that were
-        launched when it was captured: Python code of the model and of the loss function runs then, and not in replays.
-        So everything that differs between batches has to be in the tensors of the batch, and other tensors that the
-        loss function reads may only be changed in place. Replays write `.grad` into the same tensors every time: clone
-        gradients that you keep.
+        The gradients are those of `backward`, inside and outside `accumulate`. A graph repeats the kernels that were
+        launched when it was captured: Python code of the model and of the loss function runs during the capture, not in
+        replays. So everything that differs between batches has to be in the tensors of the batch, and other tensors
+        that the loss function reads may only be changed in place. Replays write `.grad` into the same tensors every
+        time: clone gradients that you keep.
 
         Args:
             model: A prepared model.
             batch: Tensors and plain values in any nesting of dicts, lists and tuples.
-            loss: A function of model and batch that returns the mean loss, or the mean loss and its weight, which has
-                the meaning of `backward(weight=…)`. None computes `model(**batch).loss`.
+            loss: A function of model and batch that returns the mean loss, or the mean loss and its weight, as in
+                `backward(loss, weight)`. None computes `model(**batch).loss`.
 
         Returns:
             The mean loss of the micro-batch, detached.
@@ -292,9 +315,13 @@ class Engine(AccelerateInterface, ProcessInterface):
         return self._forward_backward(self, model, batch, loss)
 
     def accumulate(self, *models: torch.nn.Module) -> MicroBatch:
-        """Return a context for one micro-batch: optimizer, scheduler and zero_grad act only where a window ends.
+        """Return a context for one micro-batch: optimizer, scheduler and zero_grad act only at the end of a window.
 
         A window ends after `gradient_accumulation_steps` micro-batches, and with the last batch of a prepared loader.
+
+        Args:
+            models: The models of the micro-batch; with several processes, they exchange gradients only at the end of a
+                window.
         """
         for model in models:
             require_prepared(model, self._models, "accumulate")
@@ -303,20 +330,26 @@ class Engine(AccelerateInterface, ProcessInterface):
     def clip_grad_norm_(
         self, parameters: Iterable[torch.Tensor] | torch.Tensor, max_norm: float, norm_type: float = 2.0
     ) -> torch.Tensor:
-        """Clip the gradients of a window by their norm.
+        """Clip the gradients of a window by their norm; inside a window, do nothing.
 
-        Inside a window nothing is clipped, and the norm of the previous window is returned (zero before the first).
+        Args:
+            parameters: The parameters whose gradients are clipped.
+            max_norm: The largest norm allowed.
+            norm_type: The type of the norm, as in `torch.nn.utils.clip_grad_norm_`.
+
+        Returns:
+            The norm before clipping; inside a window, that of the previous window (zero before the first).
         """
         if not self._accumulation.sync:
             last = self._gradients.last_norm
             return torch.zeros((), device=self.device) if last is None else last
-        if not max_norm > 0:  # a negative one would reverse every gradient
+        if not max_norm > 0:  # a negative max_norm would reverse every gradient
             raise RecipeError(f"clip_grad_norm_: found max_norm={max_norm}", "a number above 0, such as 1.0")
         self._gradients.last_norm = norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
         return norm
 
     def clip_grad_value_(self, parameters: Iterable[torch.Tensor] | torch.Tensor, clip_value: float) -> None:
-        """Clip the gradients of a window by value; inside a window nothing is clipped."""
+        """Clip the gradients of a window by value; inside a window, do nothing."""
         if self._accumulation.sync:
             torch.nn.utils.clip_grad_value_(parameters, clip_value)
 
@@ -324,18 +357,18 @@ class Engine(AccelerateInterface, ProcessInterface):
         """Do nothing: `.grad` contains unscaled gradients after every backward that may end a window."""
 
     def undo_point(self) -> Callable[[], None]:
-        """Return a function that undoes what a window has done to the gradients since this call.
+        """Return a function that undoes the changes of a window to the gradients since this call.
 
         Call it between two windows. Weights, optimizers, loaders and random numbers are not restored.
         """
         return self._gradients.window_undo_point()
 
     def all_or_none_window(self) -> AbstractContextManager[None]:
-        """Return a context for one window that either all processes end or none; costs two host-side barriers."""
+        """Return a context for one window that either all processes complete or none; costs two host-side barriers."""
         return self._gradients.agreement.required()
 
     def abort_window(self) -> bool:
-        """Abort a window inside `all_or_none_window`, after an error here or, with `WindowAborted`, on another process.
+        """Abort a window inside `all_or_none_window`, after an error here, or after `WindowAborted` on another process.
 
         Returns:
             Whether all processes abort it; False if its gradients had already been exchanged.
@@ -347,7 +380,7 @@ class Engine(AccelerateInterface, ProcessInterface):
         return self._precision.autocast(enabled)
 
     def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
-        """Return a context without gradient exchange; the next backward outside exchanges the sum."""
+        """Return a context without gradient exchange between processes; the next backward outside exchanges the sum."""
         return model.no_sync() if isinstance(model, DataParallel) else nullcontext()
 
     def profile(self, profile_handler: Any = None) -> Any:
@@ -367,7 +400,7 @@ class Engine(AccelerateInterface, ProcessInterface):
 
     @property
     def num_skipped_steps(self) -> int:
-        """Skipped steps of all optimizers since the start."""
+        """Number of skipped steps of all optimizers since the start."""
         return self._gradients.num_skipped
 
     @property
@@ -404,7 +437,7 @@ class Engine(AccelerateInterface, ProcessInterface):
     def save_state(self, output_dir: str | Path) -> str:
         """Write models, optimizers, schedulers, loaders, random states and registered objects to a folder.
 
-        Every process calls it; the main process writes.
+        Call it on every process; the main process writes.
 
         Returns:
             The folder.
@@ -412,25 +445,29 @@ class Engine(AccelerateInterface, ProcessInterface):
         return self._saved_state.save(output_dir)
 
     def capture_state(self) -> dict[str, Encoded] | None:
-        """Return what `save_state` would write, for your own writer. Its tensors share memory with the model.
+        """Return what `save_state` would write, without writing it. Its tensors share memory with the model.
 
-        Every process calls it; the main process gets the state, the others None.
+        Call it on every process; the main process gets the state, the others None.
         """
         return self._saved_state.capture()
 
     def load_state(self, input_dir: str | Path | StoredCheckpoint) -> None:
-        """Load what `save_state` wrote into the same prepared parts; nothing is changed if it does not fit them.
+        """Load what `save_state` wrote into the same prepared parts; if it does not match them, nothing changes.
 
-        A loader saved in the middle of an epoch continues there at its next iteration. Every process calls it.
+        A loader that was saved in the middle of an epoch continues there at its next iteration. Call it on every
+        process.
+
+        Raises:
+            CheckpointError: The folder is not a checkpoint, or does not match the prepared parts.
         """
         self._saved_state.load(input_dir)
 
     def register_for_checkpointing(self, *objects: Any) -> None:
-        """Include objects with `state_dict` and `load_state_dict` in the state."""
+        """Include objects with `state_dict` and `load_state_dict` in what `save_state` writes."""
         self._saved_state.register(objects)
 
     def include_frozen_parameters(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Include frozen parameters in the state, because they become trainable during the run."""
+        """Include frozen parameters in what `save_state` writes, because they become trainable during the run."""
         self._saved_state.include_later(parameters)
 
     def get_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
@@ -438,7 +475,7 @@ class Engine(AccelerateInterface, ProcessInterface):
         return self.unwrap_model(model).state_dict() if unwrap else model.state_dict()
 
     def save_model(self, model: torch.nn.Module, save_directory: str | Path) -> None:
-        """Write a model's weights to `model.safetensors` in a folder, tied weights once. The main process writes."""
+        """Write a model's weights to `model.safetensors` in a folder; tied weights are stored once. Rank 0 writes."""
         from safetensors.torch import save_model
 
         if self.is_main_process:
@@ -474,15 +511,15 @@ class Engine(AccelerateInterface, ProcessInterface):
 
     @property
     def has_no_rows(self) -> bool:
-        """Whether the current batch of this process is padding: the batch has fewer rows than processes."""
+        """Whether the current batch of this process contains only padding, because it has fewer rows than processes."""
         return self._collectives.has_no_rows
 
     def busy(self, what: str) -> AbstractContextManager[Any]:
-        """Return a context for a long task of one process; the others, which wait, do not report it as hung."""
+        """Return a context for a long task of one process, during which waiting processes do not report it as hung."""
         return self._world.monitor.long(what)
 
     def require_same(self, what: str, facts: dict[str, Any]) -> None:
-        """Compare values across processes; a difference raises an error on all that names the rank and the value."""
+        """Compare values across processes; if they differ, raise an error on all that names the rank and the value."""
         require_same(self._world, what, facts)
 
     def decide_on_main_process(self, decide: Callable[[], T]) -> T:
@@ -490,19 +527,32 @@ class Engine(AccelerateInterface, ProcessInterface):
         return self._collectives.decide_on_main_process(decide)
 
     def gather(self, tensor: T) -> T:
-        """Concatenate the tensors of all processes."""
+        """Concatenate the tensors of all processes along the first dimension; containers keep their structure."""
         return self._world.gather(tensor)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Like `gather`, without the rows that pad the last batch of an epoch. Objects come as a list."""
+        """Gather values without the rows that pad the last batch of an epoch; objects are returned as a list."""
         return self._collectives.gather_for_metrics(input_data, use_gather_object)
 
     def reduce(self, tensor: T, reduction: str = "sum", scale: float = 1.0) -> T:
-        """Reduce tensors over the processes: "sum", "mean" or "max"."""
+        """Reduce tensors over the processes.
+
+        Args:
+            tensor: A tensor, or nested containers of tensors.
+            reduction: "sum", "mean", "max" or "none".
+            scale: A factor for the result.
+        """
         return self._world.reduce(tensor, reduction, scale)
 
     def pad_across_processes(self, tensor: T, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> T:
-        """Pad tensors to the largest size on any process."""
+        """Pad tensors to the largest size on any process.
+
+        Args:
+            tensor: A tensor, or nested containers of tensors.
+            dim: The dimension to pad.
+            pad_index: The value to pad with.
+            pad_first: Whether to pad at the start instead of the end.
+        """
         return self._world.pad_across_processes(tensor, dim, pad_index, pad_first)
 
     def set_trigger(self) -> None:
@@ -517,7 +567,7 @@ class Engine(AccelerateInterface, ProcessInterface):
 
     @property
     def trackers(self) -> list[Tracker]:
-        """The trackers that `log_with` named."""
+        """The trackers named in `log_with`."""
         return self._trackers.trackers
 
     def init_trackers(
@@ -526,18 +576,18 @@ class Engine(AccelerateInterface, ProcessInterface):
         config: dict[str, Any] | None = None,
         init_kwargs: dict[str, Any] | None = None,
     ) -> None:
-        """Start a run in every tracker that `log_with` named.
+        """Start a run in every tracker named in `log_with`.
 
         Args:
-            project_name: Groups the runs of a project; MLflow's experiment.
+            project_name: The project that groups the runs; in MLflow, the experiment.
             config: The settings of the run, logged once.
-            init_kwargs: Settings by tracker name: {"mlflow": {"run_name": …, "uri": …, "parent": …, "resume": …}},
-                see `trimtab.tracking.mlflow.tracker.MlflowTracker.set_up`.
+            init_kwargs: Settings by tracker name: {"mlflow": {"run_name": …, "uri": …, "parent": …, "resume": …}}, see
+                `trimtab.tracking.mlflow.tracker.MlflowTracker.set_up`.
         """
         self._trackers.start(project_name, config, init_kwargs)
 
     def log(self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, Any] | None = None) -> None:
-        """Pass values to every tracker."""
+        """Pass values, by name, to every tracker; `log_kwargs` is not supported."""
         self._trackers.log(values, step, log_kwargs)
 
     def get_tracker(self, name: str) -> Any:
@@ -552,5 +602,5 @@ class Engine(AccelerateInterface, ProcessInterface):
 def _rebuild(kind: type[Engine], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Engine:
     before = random_state()
     engine = kind(*args, **kwargs)
-    restore_random_state(before)  # a `seed` among the arguments was for the first engine only
+    restore_random_state(before)  # a `seed` among the arguments applies only to the first engine
     return engine

@@ -1,8 +1,8 @@
 """`Engine.forward_backward`: forward, loss and backward of a micro-batch in one call, which CUDA graphs can replay.
 
 Without `Engine(cuda_graphs=True)` the call is `engine.backward(loss, weight)`. With it, every model has its own graphs
-(`trimtab.model.captured_step`): one for each size of batch, loss function, mode of the model (train or eval) and
-autocast context around the call.
+(`trimtab.model.captured_step`): one for each combination of batch size, loss function, model mode (train or eval) and
+surrounding autocast context.
 """
 
 import dis
@@ -27,7 +27,7 @@ from trimtab.model.execution_state import ExecutionState
 
 LossFunction = Callable[[Any, Any], Any]  # (model, batch) -> mean loss, or (mean loss, weight)
 
-_MANY_SIZES = 64  # after so many without a graph, a message reports it
+_MANY_SIZES = 64  # after this many micro-batches without a graph, a message reports it
 _PLAIN = (bool, int, float, str, bytes, type(None), Enum, torch.dtype, torch.device)
 
 
@@ -44,12 +44,12 @@ class MeanLoss:
 
 
 class ForwardBackward:
-    """Computes micro-batches for the loop of a user, by CUDA graphs if it is asked to.
+    """Compute micro-batches for a user's own loop, with CUDA graphs if requested.
 
     Args:
         prepared: The prepared parts.
         captures: Whether to capture micro-batches in CUDA graphs.
-        compiles: Whether the blocks of prepared models are compiled; a failure to do so is part of the state.
+        compiles: Whether the blocks of prepared models are compiled; a failure to compile is part of the state.
     """
 
     def __init__(self, prepared: PreparedParts, *, captures: bool, compiles: bool) -> None:
@@ -66,7 +66,7 @@ class ForwardBackward:
         return self._captures and CapturedMicroBatches().can_capture(self._prepared.device)
 
     def check(self, parts: Sequence[Any]) -> None:
-        """Report in `prepare` where nothing can be captured.
+        """Report during `prepare` if nothing can be captured.
 
         Raises:
             PrepareError: Several processes train.
@@ -91,7 +91,7 @@ class ForwardBackward:
         function, device = _loss_of_model if loss is None else loss, self._prepared.device
         compute = functools.partial(_mean_loss, function, device)
         found = self._captured_model(model) if self._captures else None
-        # without gradients the loss is refused, which a replay would not do
+        # the loss is refused if gradients are disabled, which a replay would not notice
         if found is None or not found.is_in_use(device) or not torch.is_grad_enabled():
             return compute_plainly(engine, model, compute, batch)[0]
         _check_batch(batch, device, "batch")
@@ -109,7 +109,7 @@ class ForwardBackward:
         return self._captured[inner]
 
     def _parameters(self) -> list[torch.nn.Parameter]:
-        """All parameters that a loss may give a gradient: of all models, and of optimizers."""
+        """All parameters that may receive a gradient from a loss: those of all models and of all optimizers."""
         prepared = self._prepared
         groups = [group["params"] for optimizer in prepared.optimizers for group in optimizer.param_groups]
         parts = len(prepared.models), tuple(len(group) for group in groups)
@@ -139,7 +139,7 @@ class ForwardBackward:
         return {"models": [state.state_dict() for state in self._states()]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load what `state_dict` returned, perhaps with other settings of the engine."""
+        """Load what `state_dict` returned; the engine's settings may have changed since."""
         for mine, saved in zip(self._states(), state["models"], strict=False):
             mine.load_state_dict(saved)
 
@@ -181,7 +181,7 @@ def _loss_of_model(model: Any, batch: Any) -> Any:
 
 
 def _mean_loss(function: LossFunction, device: torch.device, model: Any, batch: Any) -> MeanLoss:
-    """Call a loss function, and return a weight that the host knows as a number."""
+    """Call a loss function; return its weight as a number if it is on the host."""
     result = function(model, batch)
     if isinstance(result, tuple) and len(result) != 2:
         raise LossError(
@@ -198,7 +198,7 @@ def _mean_loss(function: LossFunction, device: torch.device, model: Any, batch: 
 
 
 def _check_batch(batch: Any, device: torch.device, path: str) -> None:
-    """Refuse what a graph cannot copy, or could not tell from one batch to the next."""
+    """Refuse values that a graph cannot copy, or that it cannot compare between batches."""
     if isinstance(batch, torch.Tensor):
         if not _is_same_device(batch.device, device):
             raise DataError(
@@ -223,7 +223,7 @@ def _check_batch(batch: Any, device: torch.device, path: str) -> None:
 
 
 def _is_same_device(one: torch.device, other: torch.device) -> bool:
-    """Whether both are one device; without an index it may be any of its type."""
+    """Whether both are the same device; a device without an index matches any device of its type."""
     return one.type == other.type and (one.index == other.index or None in (one.index, other.index))
 
 
@@ -231,17 +231,17 @@ _WITHOUT_GRAPHS = "engine.backward(loss) computes such a batch without graphs"
 
 
 def _autocast_context(device: torch.device) -> Any:
-    """The autocast context around a call; that of the engine's precision is inside the model's forward."""
+    """The autocast context around a call; the engine's own precision is applied inside the model's forward."""
     kind = device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
 
 def _identity_of(function: LossFunction) -> Any:
-    """What tells two loss functions apart.
+    """Return a key that distinguishes loss functions.
 
     A lambda inside a loop is a new object in every iteration, so functions are compared by their code and the values
-    that they read: plain values by value (closed over, global, or attributes of the object of a method), other objects
-    by identity.
+    that they read: plain values by value (closed over, global, or attributes of a method's object), other objects by
+    identity.
     """
     if isinstance(function, functools.partial):
         values = *function.args, *function.keywords.items()
@@ -275,7 +275,7 @@ def _plain_attributes(owner: Any) -> list[tuple[str, Any]]:
 def _contents(cell: Any) -> Any:
     try:
         return cell.cell_contents
-    except ValueError:  # a variable without a value yet
+    except ValueError:  # a variable that has no value yet
         return None
 
 
@@ -288,7 +288,7 @@ def _flat(values: Sequence[Any]) -> Iterator[Any]:
 
 
 class _Same:
-    """Equal to another if both are of the same object; does not keep it alive where Python allows that."""
+    """Equal to another instance if both wrap the same object, which is referenced weakly where Python allows it."""
 
     __slots__ = ("_get", "_hash")
 
@@ -296,7 +296,7 @@ class _Same:
         self._hash = id(value)
         try:
             self._get: Callable[[], Any] = weakref.ref(value)
-        except TypeError:  # dicts and lists
+        except TypeError:  # dicts and lists cannot be referenced weakly
             self._get = lambda: value
 
     def __hash__(self) -> int:

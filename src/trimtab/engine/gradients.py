@@ -40,7 +40,8 @@ class Gradients:
         self._are_final = False
         self._applied: Weight | None = None  # the correction that the final gradients contain
         self._window = 0
-        self._stepped: set[int] = set()  # ids of optimizers that have stepped in this window: their gradients are used
+        # ids of optimizers that have already stepped in this window and used their gradients
+        self._stepped: set[int] = set()
         self.num_skipped = 0  # steps skipped because of an overflow, over all optimizers
         self.last_norm: torch.Tensor | None = None  # the gradient norm of the last window that was clipped
         self.agreement = Agreement(self._world, self.connected, accumulation)
@@ -63,7 +64,7 @@ class Gradients:
 
     @property
     def are_same_everywhere(self) -> bool:
-        """Whether no process has gradients for the next step that were not yet exchanged."""
+        """Whether every process has exchanged all its gradients for the next step."""
         if self._accumulation.is_waiting_for_step and any(model.has_unsynced_gradients for model in self.connected):
             return False
         return self._accumulation.sync
@@ -90,7 +91,7 @@ class Gradients:
             self._finalize(accumulation.correction(in_plain_loop, loss.device))
 
     def replay(self, captured: CapturedMicroBatch) -> None:
-        """Accumulate the contribution of a captured micro-batch, like `backward`; there is one process."""
+        """Accumulate the contribution of a captured micro-batch, like `backward`; for one process only."""
         accumulation = self._accumulation
         in_plain_loop = not accumulation.belongs_to_micro_batch()
         if in_plain_loop:
@@ -102,7 +103,7 @@ class Gradients:
             self._finalize(accumulation.correction(in_plain_loop, captured.device))
 
     def _open(self) -> None:
-        """Prepare `.grad` for another backward, which may be the first one of a window."""
+        """Prepare `.grad` for another backward, which may be the first of a window."""
         begins = self._window != self._accumulation.window
         if begins:
             self._scaler.begin_window()
@@ -112,7 +113,7 @@ class Gradients:
             self._stepped.clear()
 
     def _backward_with_exchange(self, contribution: torch.Tensor | None, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Run the backward in which processes exchange gradients; one without a contribution sends zeros."""
+        """Run the backward in which processes exchange gradients; a process without a contribution sends zeros."""
         with self._world.exchanging("backward"):
             if contribution is not None:
                 self._scaler.scale(contribution).backward(**kwargs)  # type: ignore[no-untyped-call]
@@ -161,7 +162,7 @@ class Gradients:
         return overflowed
 
     def discarded(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note that `optimizer` has zeroed its gradients: overflow flags are void, and a plain loop's window ends."""
+        """Record that `optimizer` zeroed its gradients: overflow flags are cleared, and a plain loop's window ends."""
         self._scaler.set_flags(id(optimizer), [])
         if self._accumulation.is_open_in_plain_loop and not any(held for _, held in self._by_owner()):
             self._accumulation.step_taken()
@@ -184,7 +185,7 @@ class Gradients:
             self._scaler.set_flags(id(optimizer), flags)
         has_stepped = state.get("stepped", [False] * len(self._optimizers))  # absent in older checkpoints
         self._stepped = {id(o) for o, stepped in zip(self._optimizers, has_stepped, strict=True) if stepped}
-        self._window = self._accumulation.window  # the loaded window is the open one
+        self._window = self._accumulation.window  # the loaded window replaces the open one
 
     def window_undo_point(self) -> Callable[[], None]:
         """Return a function that undoes what a window has done to the gradients; see `Engine.undo_point`.
@@ -197,7 +198,7 @@ class Gradients:
         def undo() -> None:
             for model in self._models:
                 model.zero_grad(set_to_none=True)
-            for optimizer in self._optimizers:  # which may have masters of the parameters
+            for optimizer in self._optimizers:  # an optimizer may hold master copies of the parameters
                 optimizer.zero_grad(set_to_none=True)
             self._accumulation.load_state_dict(accumulation)
             self.load_state_dict(before)
@@ -207,7 +208,7 @@ class Gradients:
 
     @contextmanager
     def window_set_aside(self) -> Iterator[None]:
-        """Hide an open window and its gradients inside the context, and restore them afterwards."""
+        """Hide an open window and its gradients inside the context, and restore them on exit."""
         accumulation = self._accumulation
         if accumulation.sync and not accumulation.is_waiting_for_step:
             yield
@@ -237,7 +238,7 @@ class Gradients:
 
 
 def checked_loss(loss: Any) -> torch.Tensor:
-    """Return a loss of one element as a scalar; raise `LossError` for anything that has no gradient to compute."""
+    """Return a loss of one element as a scalar; raise `LossError` for a value that cannot be differentiated."""
     if loss is None:
         raise LossError("the loss is None: the model got no labels", 'put "labels" into the batch')
     if not isinstance(loss, torch.Tensor):
@@ -271,7 +272,8 @@ def _multiply(gradients: list[torch.Tensor], factor: Weight | None) -> None:
     if factor is None:
         return
     if gradients and isinstance(factor, torch.Tensor) and factor.device != gradients[0].device:
-        factor = factor.to(gradients[0].device)  # gradients on the host, which waits for the device in any case
+        # gradients on the host, where the host waits for the device in any case
+        factor = factor.to(gradients[0].device)
     one_by_one = [gradient for gradient in gradients if _foreach_rounds(factor, gradient)]
     for gradient in one_by_one:
         gradient.mul_(_as_operand(factor, gradient))

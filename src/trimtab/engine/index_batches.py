@@ -1,6 +1,6 @@
-"""Index batches read one ahead, so that the last one of an epoch is known before its rows are loaded.
+"""Read index batches one ahead, so that the last one of an epoch is known before its rows are loaded.
 
-They replace the batch sampler of a DataLoader, and give each process its part.
+They replace the batch sampler of a DataLoader and give each process its part.
 """
 
 from collections import deque
@@ -11,14 +11,15 @@ from typing import Any
 from trimtab.engine.sharding import MISSING, Shard, Sharding
 
 NOTHING = object()  # instead of a batch: the epoch is over
-UNREAD = object()  # instead of a batch: it was not read yet
+UNREAD = object()  # instead of a batch: not read yet
 
 
 class IndexIterator:
     """The index batches of one epoch, read one ahead."""
 
     def __init__(self, batches: Any, num_skipped: int, sharding: Sharding) -> None:
-        # `iter` now, the first index later, as a plain DataLoader does: samplers draw their order at either moment
+        # call `iter` now and read the first index later, like a plain DataLoader: samplers may draw their order at
+        # either time
         self._iterator: Iterator[Any] = iter(batches)
         self._num_skipped = num_skipped
         self._sharding = sharding
@@ -26,7 +27,7 @@ class IndexIterator:
         self.group: list[Any] = []  # the next batches of all processes
         self._first: list[Any] = []  # the first batches of all processes
         self.num_issued = num_skipped
-        self.issued: deque[Shard] = deque()  # issued and not delivered: workers get their indices ahead of time
+        self.issued: deque[Shard] = deque()  # issued but not delivered: workers get their indices ahead of time
         self.exhausted = False
 
     def prime(self) -> None:

@@ -55,7 +55,7 @@ class LoaderRandomState:
                 restore()
 
     def undo_point(self) -> Callable[[], None]:
-        """Return a function that restores the present states of `generators`, even if samplers replace them."""
+        """Return a function that restores the current states of `generators`, even if samplers replace them."""
         states = [(generator, generator.get_state()) for generator in self.generators]
 
         def undo() -> None:
@@ -71,7 +71,7 @@ def samplers_of(loader: DataLoader[Any]) -> tuple[Any, ...]:
 
 
 def set_epoch(loader: DataLoader[Any], epoch: int) -> None:
-    """Call `set_epoch` of the samplers and the dataset of a loader, where they have one."""
+    """Call `set_epoch` on the samplers and the dataset of a loader, if they have it."""
     listeners = {id(listener): listener for listener in (*samplers_of(loader), loader.dataset)}
     for listener in listeners.values():
         if hasattr(listener, "set_epoch"):

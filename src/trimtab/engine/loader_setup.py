@@ -1,4 +1,4 @@
-"""Makes a prepared loader of a DataLoader: chooses its sharding, the process that reads, and the sampler."""
+"""Turn a DataLoader into a prepared loader: choose its sharding, the process that reads, and the sampler."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ from trimtab.log import log_info_once
 def prepare_loader(
     loader: DataLoader[Any], place: Placement, active: ActiveLoaders, world: World, rules: LoaderRules
 ) -> PreparedLoader:
-    """Return a loader that delivers this process's batches on the device, shared by the rules."""
+    """Return a loader that delivers this process's batches on the device, divided by the rules."""
     if rules.is_seedable:
         seed = torch.initial_seed() if rules.data_seed is None else rules.data_seed
         loader = with_seedable_sampler(loader, world.broadcast_object(seed))  # the same order on every process
@@ -45,7 +45,7 @@ def sharding_for(loader: DataLoader[Any], world: World, rules: LoaderRules, disp
         loader: The loader.
         world: The processes.
         rules: The rules of the engine.
-        dispatches: Whether the main process reads for all.
+        dispatches: Whether the main process reads the data for all processes.
     """
     rank, num_processes = world.process_index, world.num_processes
     if num_processes == 1:
@@ -69,7 +69,7 @@ def sharding_for(loader: DataLoader[Any], world: World, rules: LoaderRules, disp
 
 
 def _log_batch_size(batch_size: int, num_processes: int, rules: LoaderRules) -> None:
-    """Log whether the batch size is that of one process, as in Accelerate, or of all, the engine's default."""
+    """Log whether the batch size counts the rows of one process, as in Accelerate, or of all, the engine's default."""
     each, is_uneven = divmod(batch_size, num_processes)
     share = f"{each} or {each + 1}" if is_uneven else str(each)
     if rules.splits:

@@ -1,7 +1,8 @@
-"""Loss scaling for fp16: gradients are scaled up against underflow, and unscaled before they are used.
+"""Loss scaling for fp16: gradients are scaled up to avoid underflow, and unscaled before they are used.
 
-Not torch's GradScaler, because that refuses to unscale twice in one step and does not report whether it skipped a step:
-here gradients are unscaled after every backward that may end a window, and scaled again if another backward follows.
+torch's GradScaler is not used because it refuses to unscale twice in one step and does not report whether it skipped a
+step: here gradients are unscaled after every backward that may end a window, and scaled again if another backward
+follows.
 """
 
 from collections.abc import Iterable
@@ -47,7 +48,7 @@ class NoScaler:
         """Do nothing."""
 
     def overflowed(self, owner: int, world: World) -> bool:
-        """Return False without a look at the gradients."""
+        """Return False without reading the gradients."""
         return False
 
     def finish_step(self, owner: int, overflowed: bool) -> None:
@@ -64,16 +65,17 @@ class NoScaler:
 class LossScaler:
     """Dynamic loss scaling, with the constants and the rule of torch's GradScaler.
 
-    The scale is a Python float: the scheduler must know whether a step overflowed, so the host reads that flag once per
-    step anyway, the only host-device sync. Scales are powers of two, which makes scaling and unscaling exact.
+    The scale is a Python float. The scheduler must know whether a step overflowed, so the host reads that flag once per
+    step anyway; this is the only host-device sync. Scales are powers of two, which makes scaling and unscaling exact.
 
     Args:
         init_scale: The initial scale.
         growth_factor: The factor by which the scale grows.
         backoff_factor: The factor by which it shrinks after an overflow.
         growth_interval: Steps without an overflow after which it grows.
-        num_processes: The processes that share a batch. Each computes the mean over fewer rows, so its gradients are
-            that many times larger; they are scaled by as much less, and overflow where those of one process would.
+        num_processes: The processes that share a batch. Each process computes the mean over fewer rows, so its
+            gradients are larger by this factor. The scale is divided by it, so gradients overflow at the same values as
+            on one process.
     """
 
     is_scaling = True
@@ -87,21 +89,22 @@ class LossScaler:
         num_processes: int = 1,
     ) -> None:
         self._own_share = 0.5 ** (num_processes - 1).bit_length()  # rounded down to a power of two
-        self._share = self._own_share  # of the open window; a loaded one may come from another number of processes
+        # the share of the open window; a loaded window may come from another number of processes
+        self._share = self._own_share
         self._scale = init_scale
         self._growth_factor = growth_factor
         self._backoff_factor = backoff_factor
         self._growth_interval = growth_interval
         self._num_good_steps = 0
         self._overflows: dict[int, list[torch.Tensor]] = {}  # per optimizer, one flag per device and backward
-        self._counted = self._backed_off = False  # whether this window has already changed the counter or the scale
+        self._counted = self._backed_off = False  # whether this window has already updated the counter or the scale
 
     def get_scale(self) -> float:
         """Return the current scale."""
         return self._scale
 
     def begin_window(self) -> None:
-        """Use the share of this number of processes: no gradients of a loaded window are left."""
+        """Use the share for this number of processes: no gradients of a loaded window are left."""
         self._share = self._own_share
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
@@ -124,7 +127,8 @@ class LossScaler:
             flag = torch.zeros((), dtype=torch.float32, device=device)
             inverse = torch.full((), 1.0 / (self._scale * self._share), dtype=torch.float32, device=device)
             torch._amp_foreach_non_finite_check_and_unscale_(group, flag, inverse)
-            torch.autograd.graph.increment_version(group)  # which that function does not: others look at it
+            # the function above does not, and autograd checks the version
+            torch.autograd.graph.increment_version(group)
             if owner != NO_OWNER:  # flags are read per optimizer
                 flags.append(flag)
 
@@ -166,7 +170,8 @@ class LossScaler:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state under the names of torch's GradScaler, and the share of several processes."""
-        share = {} if self._share == 1.0 else {"share": self._share}  # gradients of an open window contain it
+        # the gradients of an open window are scaled with this share
+        share = {} if self._share == 1.0 else {"share": self._share}
         return share | {
             "scale": self._scale,
             "growth_factor": self._growth_factor,

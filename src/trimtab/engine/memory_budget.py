@@ -51,8 +51,8 @@ def planner_for(
             raise RecipeError("memory_planner was given with memory_budget or memory_allow", "leave these two out")
         return planner
     if budget is not None:
-        # The planner is built on the engine, so a module-level import would be a cycle. This is the only import in the
-        # package that goes up the layers.
+        # The planner is built on the engine, so a module-level import would create a cycle. This is the only import in
+        # the package that goes up the layers.
         from trimtab.planner.own_loop import OwnLoop
 
         return OwnLoop(budget, allow, device)

@@ -8,11 +8,11 @@ import torch
 
 
 def to_device(batch: Any, device: torch.device, non_blocking: bool = True) -> Any:
-    """Move every tensor in a batch to a device; containers keep their type, other values are passed through.
+    """Move every tensor in a batch to a device; containers keep their type, other values are unchanged.
 
     Args:
         batch: A tensor, any nesting of dicts, lists, tuples, named tuples and dataclasses, or an object with a `to`
-            method, as tokenizers return.
+            method, such as a tokenizer's output.
         device: The target device.
         non_blocking: Whether copies from pinned memory are asynchronous.
     """
@@ -38,12 +38,12 @@ def to_device(batch: Any, device: torch.device, non_blocking: bool = True) -> An
 def _call_to(batch: Any, device: torch.device, non_blocking: bool) -> Any:
     try:
         return batch.to(device, non_blocking=non_blocking)
-    except TypeError:  # a `to` without the argument non_blocking
+    except TypeError:  # a `to` method without the argument non_blocking
         return batch.to(device)
 
 
 class StayOnHost:
-    """Placement for the CPU: batches are already there."""
+    """Placement for the CPU: batches are already in host memory."""
 
     pins_memory = False
 

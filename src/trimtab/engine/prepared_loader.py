@@ -2,9 +2,9 @@
 
 The given loader is iterated without changes: same sampler, same workers, same random numbers, so a prepared loop gets
 the batches of the plain loop. A position is (epoch, batches delivered) and the random state at the start of the epoch;
-from these a map-style loader resumes in constant time, without loading the rows that were delivered before.
+from these a map-style loader resumes in constant time, without loading rows that were already delivered.
 
-With several processes all read the same order, the one that rank 0 draws, and each takes its part.
+With several processes, all read the rows in the order that rank 0 draws, and each takes its part.
 """
 
 import copy
@@ -53,8 +53,8 @@ class ActiveLoaders:
 class PreparedLoader:
     """A DataLoader that delivers batches on the device and can save its position in the data.
 
-    Inside the loop the position is in the middle of an epoch; after the loop was left, by exhaustion or by a break, it
-    is the start of the next epoch.
+    Inside the loop the position is in the middle of an epoch. After the loop ends, by exhaustion or by a break, it is
+    the start of the next epoch.
 
     Args:
         loader: The DataLoader given to `prepare`.
@@ -75,7 +75,7 @@ class PreparedLoader:
         self.loader = loader
         self._world: World = world or World()
         self._sharding = sharding or NoSharding()
-        self.shard = Shard(None, (0,) * self._world.num_processes, self._world.process_index)  # of the current batch
+        self.shard = Shard(None, (0,) * self._world.num_processes, self._world.process_index)  # the current batch
         self._is_compared = False  # whether the processes were checked to draw the same order
         self._common: RandomState | None = None  # the random state with which all processes read an iterable dataset
         self.epoch = 0
@@ -84,13 +84,13 @@ class PreparedLoader:
         self._placement = placement
         self._active = active
         self._random = LoaderRandomState(loader)
-        self._iteration: object | None = None  # identifies the iteration that has begun and not ended
+        self._iteration: object | None = None  # identifies the iteration that has started and not ended
         self._start: RandomState | None = None  # the random state at the start of the current epoch
         self._resume: dict[str, Any] | None = None
         self._skip: int | None = None
         self._first_group: list[Any] = []  # the first batches of the epoch, for data without indices
         self._ahead: Any = UNREAD  # a batch read ahead, for data without indices: only reading finds the end
-        self._last_read: dict[str, Any] | None = None  # what is needed to read that batch again
+        self._last_read: dict[str, Any] | None = None  # the state needed to read that batch again
         self._indices: IndexSource | None = None
         self._divides_loaded = True
         self._source = self._instrumented(loader)
@@ -100,7 +100,8 @@ class PreparedLoader:
         source = copy_loader(loader, self._placement.pins_memory)
         if not isinstance(loader.dataset, IterableDataset) and not hasattr(loader, "state_dict"):
             attribute = "batch_sampler" if loader.batch_sampler is not None else "sampler"
-            # without a batch sampler, indices are single rows or whole batches of the dataset: divided once loaded
+            # without a batch sampler, indices are single rows or whole batches of the dataset, which are divided after
+            # loading
             self._divides_loaded = attribute == "sampler" and isinstance(self._sharding, SplitRows)
             of_indices = NoSharding() if self._divides_loaded else self._sharding
             self._indices = IndexSource(getattr(loader, attribute), of_indices)
@@ -162,7 +163,7 @@ class PreparedLoader:
         """Set whether every process has the same number of batches.
 
         Returns:
-            The previous setting; None where it cannot be changed.
+            The previous setting; None if it cannot be changed.
         """
         if self._indices is None or not isinstance(self._sharding, AccelerateSharding):
             return None
@@ -176,7 +177,7 @@ class PreparedLoader:
     def start_at(self, num_batches: int) -> None:
         """Make the next iteration start after `num_batches` batches of its epoch.
 
-        This sets the position, also after `load_state` in the middle of an epoch; it does not add to it.
+        The position is absolute: after `load_state` in the middle of an epoch, it is not added to the loaded position.
         """
         self._skip = num_batches
 
@@ -191,7 +192,8 @@ class PreparedLoader:
     # ------------------------------------------------------------------ iteration
 
     def __iter__(self) -> Iterator[Any]:
-        # not a generator: a DataLoader draws random numbers when `iter` is called, which `zip` of two loaders shows
+        # not a generator: a DataLoader draws random numbers as soon as `iter` is called, which matters for `zip` of two
+        # loaders
         return self._deliver(self._begin_epoch())
 
     def _deliver(self, batches: Iterator[Any]) -> Iterator[Any]:
@@ -206,7 +208,7 @@ class PreparedLoader:
             completed = True
         finally:
             self._active.leave(self)
-            if self._iteration is iteration:  # else the next iteration began before this one was closed
+            if self._iteration is iteration:  # else the next iteration started before this one was closed
                 self.num_delivered = 0
                 self._start = None
                 self._ahead = UNREAD
@@ -249,10 +251,10 @@ class PreparedLoader:
             self._world.monitor.did(f"batch {self.num_delivered} of epoch {self.epoch} of a loader")
 
     def _read_ahead(self, batches: Iterator[Any]) -> None:
-        """Read a batch, and store the random state and the dataset's own position before it.
+        """Read a batch; first store the random state and the dataset's own position.
 
-        A resumed run reads the batch again from there: it may have any type, so it is not saved itself, and random
-        numbers of the collator are drawn again.
+        A resumed run reads the batch again from there. The batch itself is not saved, because it may have any type, and
+        the collator draws its random numbers again.
         """
         owner = self._position_owner()
         with self._common_random_state():
@@ -278,7 +280,7 @@ class PreparedLoader:
         return iter(self._source)
 
     def _position_owner(self) -> Any:
-        """Return the loader or the dataset, if it has no indices and saves its own position; else None."""
+        """Return the loader or dataset that saves its own position, if the data has no indices; else None."""
         if self._indices is not None:
             return None
         if hasattr(self._source, "state_dict"):
@@ -296,7 +298,7 @@ class PreparedLoader:
         num_skipped, self._skip = self._skip, None
         if resume is not None:
             self._common = resume.get("common", self._common)
-            # random numbers from before the save are drawn again; the restored random state must not change by that
+            # draw the random numbers from before the save again; this must not change the restored random state
             with self._random.kept():
                 if "start" in resume:
                     num_batches = resume["num_delivered"] if num_skipped is None else num_skipped
@@ -321,7 +323,7 @@ class PreparedLoader:
 
     @contextmanager
     def _order_of_rank_0(self) -> Iterator[None]:
-        """Draw the order that rank 0 draws on all processes, without changing their own random numbers.
+        """Draw rank 0's order on all processes, without changing their own random numbers.
 
         Accelerate sends only the state of the sampler's generator, and lets every process draw the rest itself.
         """
@@ -351,7 +353,7 @@ class PreparedLoader:
         assert indices.iterator is not None
         indices.iterator.prime()
         if isinstance(self._sharding, NoSharding) or self._is_compared:
-            return  # a loader that was already divided has other rows on each process
+            return  # a loader that was already divided has different rows on each process
         self._is_compared = True
         first = [list(batch)[:8] if hasattr(batch, "__iter__") else batch for batch in indices.iterator.group]
         require_same(
@@ -385,7 +387,7 @@ class PreparedLoader:
         return batches
 
     def _return_to_boundary(self, resume: dict[str, Any]) -> None:
-        """Bring data and workers to their state between two epochs, or before the first."""
+        """Return data and workers to their state between two epochs, or before the first."""
         _restore_workers(self._source, self._indices, resume["has_workers"])
         if "last_read" in resume:
             next_epoch, self.epoch = self.epoch, resume["last_read"]["epoch"]
@@ -394,7 +396,7 @@ class PreparedLoader:
             self.epoch, self._ahead = next_epoch, UNREAD
 
     def _read_again(self, last_read: dict[str, Any]) -> Iterator[Any]:
-        """Repeat the last read of data that saves its own position; `_ahead` is the batch afterwards."""
+        """Repeat the last read of data that saves its own position; afterwards `_ahead` is that batch."""
         owner = self._position_owner()
         if "source_at_end" not in last_read:
             owner.load_state_dict(copy.deepcopy(last_read["source"]))
@@ -402,8 +404,8 @@ class PreparedLoader:
             self._random.set(last_read["random"])
             self._read_ahead(batches)
             return batches
-        # A state at the end of an epoch means one of two things: nothing is left, and one more iteration uses it up;
-        # or the next epoch, which that iteration would begin.
+        # A state at the end of an epoch can mean two things: nothing is left, and one more iteration ends the epoch; or
+        # the next epoch, which that iteration would start.
         owner.load_state_dict(copy.deepcopy(last_read["source_at_end"]))
         if next(self._iterate(), NOTHING) is not NOTHING:
             owner.load_state_dict(copy.deepcopy(last_read["source_at_end"]))
@@ -477,13 +479,13 @@ class PreparedLoader:
 
 
 def copy_loader(loader: DataLoader[Any], pins_memory: bool) -> DataLoader[Any]:
-    """Return a shallow copy of a loader that keeps order and, if wanted, pins memory."""
+    """Return a shallow copy of a loader that delivers batches in order and, if wanted, pins memory."""
     source = copy.copy(loader)
     object.__setattr__(source, "_iterator", None)
     if pins_memory:
         source.pin_memory = True
     if loader.num_workers and not loader.in_order:
-        # which worker finishes first cannot be saved, and differs between processes
+        # the order in which workers finish cannot be saved, and differs between processes
         log_info_once(
             "DataLoader(in_order=False) is ignored: batches come in the sampler's order, because a resumed run and the "
             "other processes must see each row once"
@@ -498,7 +500,7 @@ def _has_workers(source: DataLoader[Any]) -> bool:
 
 
 def _restore_workers(source: DataLoader[Any], indices: IndexSource | None, had_workers: bool) -> None:
-    """Have persistent workers exactly where the saved run had them: starting them draws a random number."""
+    """Start or stop persistent workers to match the saved run: starting them draws a random number."""
     if not source.persistent_workers or had_workers == _has_workers(source):
         return
     if not had_workers:
@@ -512,7 +514,7 @@ def _restore_workers(source: DataLoader[Any], indices: IndexSource | None, had_w
 
 
 def _with_group_size(state: dict[str, Any], group_size: int) -> dict[str, Any]:
-    """Convert the delivered batches of a run with another number of processes that took whole batches each."""
+    """Convert the number of delivered batches, if each process of the saved run took whole batches."""
     num_read = state["num_delivered"] * state.get("group_size", group_size)
     if num_read % group_size:
         raise CheckpointError(

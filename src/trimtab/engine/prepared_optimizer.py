@@ -1,4 +1,4 @@
-"""Prepared optimizers and schedulers: they step where a window ends, and a scheduler skips a skipped step."""
+"""Prepared optimizers and schedulers: they step at the end of a window, and a scheduler skips a skipped step."""
 
 from collections.abc import Callable
 from typing import Any
@@ -79,12 +79,12 @@ class PreparedOptimizer(torch.optim.Optimizer):
         self.optimizer.load_state_dict(state_dict)
 
     def train(self) -> None:
-        """Switch an optimizer with modes to training mode."""
+        """Switch an optimizer that has modes to training mode."""
         if hasattr(self.optimizer, "train"):
             self.optimizer.train()
 
     def eval(self) -> None:
-        """Switch an optimizer with modes to evaluation mode."""
+        """Switch an optimizer that has modes to evaluation mode."""
         if hasattr(self.optimizer, "eval"):
             self.optimizer.eval()
 
@@ -99,8 +99,8 @@ class PreparedScheduler:
         optimizers: The prepared optimizers that it follows.
         accumulation: The current window.
         follows_optimizer: False makes every call of `step` count.
-        num_steps_each: Steps of the scheduler per optimizer step. Accelerate takes one per process where every process
-            has its own batches, so a schedule counts batches of the loader.
+        num_steps_each: Steps of the scheduler per optimizer step. Accelerate takes one per process if every process has
+            its own batches, so that a schedule counts batches of the loader.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class PreparedScheduler:
         return getattr(self.scheduler, name)
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Step if the optimizer has: once per window, and not after an overflow."""
+        """Step if the optimizer stepped: once per window, and not after an overflow."""
         if not self._follows_optimizer:
             self.scheduler.step(*args, **kwargs)
         elif self._optimizer_stepped():

@@ -27,17 +27,17 @@ from trimtab.randomness import seed_by_rank
 
 @dataclass(eq=False)
 class PreparedParts:
-    """Prepares parts of a training loop and keeps them.
+    """Prepare the parts of a training loop and keep references to them.
 
     Args:
         world: The processes.
         device: The device of this process.
-        moves: Whether models and batches are moved to the device, unless a call says otherwise.
+        moves: Whether models and batches are moved to the device by default.
         precision: The precision that models compute in.
         accumulation: The current accumulation window.
         gradients: The gradients of all prepared models.
         active_loaders: The loaders being iterated.
-        loader_rules: How loaders are shared among processes; may be replaced for later loaders.
+        loader_rules: How loaders are divided among processes; a new value applies to loaders prepared later.
         follows_optimizer: Whether schedulers step only after an optimizer step.
     """
 
@@ -72,7 +72,7 @@ class PreparedParts:
         return prepared
 
     def _report_foreign(self, optimizer: torch.optim.Optimizer) -> None:
-        """Report an optimizer of other parameters, often made before the model was replaced: nothing would train."""
+        """Warn if an optimizer has none of a model's parameters, often because the model was replaced."""
         trained = {id(parameter) for model in self.models for parameter in model.parameters()}
         updated = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         if not trained & updated:

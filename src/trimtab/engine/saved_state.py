@@ -1,4 +1,4 @@
-"""The state of an engine in a checkpoint: which parts it has, how it is saved, and how it is loaded."""
+"""The state of an engine in a checkpoint: which parts it contains, how it is saved, and how it is loaded."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -59,7 +59,7 @@ class SavedState:
         return collective_capture(self._world, self.parts(), self._prepared.gradients.are_same_everywhere)
 
     def load(self, source: str | Path | StoredCheckpoint) -> None:
-        """Load a state into the prepared parts; nothing is changed if it does not fit them."""
+        """Load a state into the prepared parts; if it does not match them, nothing changes."""
         collective_load(self._world, source, self.parts())
 
     def parts(self) -> list[Part]:

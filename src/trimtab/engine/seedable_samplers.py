@@ -1,4 +1,4 @@
-"""Shuffled orders determined by seed and epoch alone, and generators that several processes can share."""
+"""Shuffled orders that depend only on seed and epoch, and generators that several processes can share."""
 
 import copy
 from collections.abc import Iterator
@@ -19,7 +19,8 @@ class SeedableRandomSampler(RandomSampler):
 
     def __init__(self, *args: Any, data_seed: int | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if self.generator is None:  # not at the first iteration: a loader checks the number of its generators on resume
+        # created now, not at the first iteration: a loader checks the number of its generators on resume
+        if self.generator is None:
             self.generator = torch.Generator()
         self.initial_seed = torch.random.initial_seed() if data_seed is None else data_seed
         self.epoch = 0
@@ -73,7 +74,7 @@ def with_seedable_sampler(loader: DataLoader[Any], data_seed: int | None) -> Dat
 
 
 def give_generator(loader: DataLoader[Any]) -> None:
-    """Give a random sampler without a generator a new one, seeded from torch's, as Accelerate does."""
+    """Give a random sampler without a generator a new one, seeded from torch's generator, as Accelerate does."""
     sampler = random_sampler_of(loader)
     if getattr(sampler, "generator", 0) is None:
         sampler.generator = torch.Generator()

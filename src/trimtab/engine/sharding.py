@@ -1,7 +1,7 @@
-"""Which rows of a batch this process takes. Every process reads the same order and takes its own part of it.
+"""The rows of a batch that this process takes. Every process reads the same order and takes its own part of it.
 
-A batch with fewer rows than processes leaves some of them without a row. Those get a row of another process as padding,
-because every process must run forward, and `num_rows` is 0 for them.
+If a batch has fewer rows than there are processes, some processes have no rows. They get a row of another process as
+padding, because every process must run forward, and their `num_rows` is 0.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,17 +20,17 @@ MISSING = object()  # content of a shard: this process has no batch, and its epo
 
 @dataclass(frozen=True)
 class LoaderRules:
-    """How loaders are shared among processes.
+    """How loaders are divided among processes.
 
     Args:
         splits: Whether the batch size of a loader counts the rows of all processes; else each process takes whole
             batches.
-        as_accelerate: Whether parts have equal size, with the first rows of the epoch as padding of its last batches,
-            and processes have equal weight in the mean. Else each row is taken once, and processes are weighted by
-            their rows.
+        as_accelerate: Whether parts have equal size, the last batches are padded with the first rows of the epoch, and
+            processes have equal weight in the mean. Else each row is used once, and processes are weighted by their
+            rows.
         is_even: Whether every process has the same number of batches.
-        dispatches: Whether the main process reads for all; None: for iterable datasets only.
-        is_seedable: Whether a shuffled order is determined by seed and epoch alone.
+        dispatches: Whether the main process reads the data for all processes; None means only for iterable datasets.
+        is_seedable: Whether a shuffled order depends only on seed and epoch.
         data_seed: That seed; None uses torch's initial seed.
     """
 
@@ -48,9 +48,9 @@ class Shard:
 
     Args:
         content: The rows or indices, padding included.
-        rows_of_all: For each process, its rows without padding; zeros where they are unknown.
+        rows_of_all: The number of rows of each process without padding; zeros if unknown.
         rank: The rank of this process.
-        num_held: Rows of `content`, if some of them may be padding; else 0.
+        num_held: The number of rows in `content`, if some may be padding; else 0.
         has_equal_weight: Whether every process has the same weight in the mean, regardless of its rows.
     """
 
@@ -62,12 +62,12 @@ class Shard:
 
     @property
     def num_rows(self) -> int:
-        """Rows of this process, without padding."""
+        """The number of rows of this process, without padding."""
         return self.rows_of_all[self.rank]
 
     @property
     def row_share(self) -> float:
-        """The rows of this process divided by the average of all processes."""
+        """The number of rows of this process divided by the average over all processes."""
         if self.has_equal_weight:
             return 1.0
         total = sum(self.rows_of_all)
@@ -84,13 +84,13 @@ class Shard:
         return value[: self.num_rows] if is_per_row else value
 
     def real_rows(self, parts: list[Any], batch_size: int | None) -> Any:
-        """Concatenate what each process computed for this batch, without padding rows.
+        """Concatenate the values that each process computed for this batch, without padding rows.
 
-        Only tensors as long as a full batch are cut, which includes a value repeated for each row of a batch.
+        Only tensors as long as a full batch are cut, including a single value that was repeated for each row.
 
         Args:
             parts: The values of all processes.
-            batch_size: Of the loader.
+            batch_size: The batch size of the loader.
         """
         full = {batch_size or 0, self.num_held}
         if len(parts) > 1:
@@ -111,7 +111,7 @@ def _first_rows(value: Any, num_rows: int, full: set[int]) -> Any:
 
 
 class Sharding(Protocol):
-    """How batches are shared among processes."""
+    """How batches are divided among processes."""
 
     num_processes: int
     group_size: int  # batches read per batch delivered
@@ -123,7 +123,7 @@ class Sharding(Protocol):
         """Return this process's part of a group of loaded batches."""
 
     def num_shares(self, num_batches: int) -> int:
-        """Return the number of batches that this process takes of an epoch of `num_batches`."""
+        """Return how many of the `num_batches` batches of an epoch this process takes."""
 
 
 class NoSharding:
@@ -136,7 +136,7 @@ class NoSharding:
         self._rank = rank
 
     def share_indices(self, group: list[Any], first: list[Any]) -> Shard:
-        """Return the batch; the other processes are assumed to have as many rows."""
+        """Return the batch; the other processes are assumed to have the same number of rows."""
         size = len(group[0]) if hasattr(group[0], "__len__") else 0
         return Shard(group[0], (size,) * self.num_processes, self._rank)
 
@@ -169,7 +169,7 @@ class SplitRows:
         return start, end, tuple(last - first for first, last in bounds)
 
     def share_indices(self, group: list[Any], first: list[Any]) -> Shard:
-        """Return consecutive indices: as many as the sampler says in `rows_of_all`, else about as many as others."""
+        """Return consecutive indices: as many as the sampler's `rows_of_all` says, else about equally many each."""
         indices = list(group[0])
         start, end, rows_of_all = self._bounds(len(indices), getattr(group[0], "rows_of_all", None))
         return Shard(indices[start:end], rows_of_all, self._rank)
@@ -216,7 +216,7 @@ class BatchEach:
 
 
 def count_rows(batch: Any) -> int | None:
-    """Return the rows of a batch: the length of its first tensor, or None without tensors."""
+    """Return the number of rows of a batch: the length of its first tensor, or None without tensors."""
     if isinstance(batch, torch.Tensor):
         return len(batch) if batch.dim() else None
     values: Sequence[Any] = ()

@@ -19,7 +19,7 @@ class TrackerGroup:
         self._active = trackers if is_main_process else []
 
     def start(self, project_name: str, config: dict[str, Any] | None, settings: dict[str, Any] | None) -> None:
-        """Pass each tracker its settings on all processes, which validates them, and start the runs."""
+        """Pass each tracker its settings, which validates them on all processes, and start the runs."""
         set_up(self.trackers, settings)
         for tracker in self._active:
             tracker.start(project_name, config)

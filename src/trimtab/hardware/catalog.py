@@ -1,4 +1,4 @@
-"""Memory, bandwidth and compute rates of known devices, to plan for a device that is not present, and a benchmark.
+"""Memory, bandwidth and compute rates of known devices, to plan for absent devices; and a benchmark of present ones.
 
 Rates are from data sheets: dense, with fp32 accumulation, as training uses them (GeForce cards reach half of the
 advertised rate with it). Memory is what torch reports under Linux; driver and ECC change it by about 1%.
@@ -38,9 +38,9 @@ class Device:
         flash: Whether the flash attention kernel runs on it.
         host_op_s: Seconds to launch a small operation without autograd.
         is_measured: Whether the rates were measured instead of taken from a data sheet.
-        num_multiprocessors: Workspaces of some kernels grow with it; 0 if unknown.
+        num_multiprocessors: Number of multiprocessors, which determines the workspaces of some kernels; 0 if unknown.
         host_link: Bandwidth between host and device in bytes per second, in each direction, with pinned memory. 55 GB/s
-            were measured on an H200; the others are rules of thumb for their generation and width of PCIe.
+            were measured on an H200; the others are rules of thumb for their PCIe generation and width.
         host_bandwidth: Bytes per second, read plus written, of updates that the host computes. Rules of thumb: 100 GB/s
             for servers, 40 GB/s for desktops.
     """
@@ -204,7 +204,7 @@ def find(name: str) -> Device:
 def identify_device(inventory: Inventory) -> Device | None:
     """Find the catalog entry of the device of this machine, with its actual memory; None if it is unknown.
 
-    The memory has to match as well: laptop and cut-down cards carry the same name with less memory and fewer cores.
+    The memory has to match as well: laptop and reduced versions have the same name with less memory and fewer cores.
     """
     if inventory.device == "cpu":
         return replace(CATALOG["cpu"], memory_bytes=inventory.memory_bytes)
@@ -220,7 +220,7 @@ def measure_device(device: str | torch.device | None = None) -> Device:
     Takes a few seconds on a GPU, less than three on a CPU.
 
     Args:
-        device: Such as "cuda:0" or "cpu"; None for the device that a run would use.
+        device: A device such as "cuda:0" or "cpu"; None for the device that a run would use.
     """
     device = find_device(device)
     inventory = take_inventory(device)

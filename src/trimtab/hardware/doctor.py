@@ -75,7 +75,7 @@ def _package(name: str, cure: str) -> Finding:
 
 
 def _incompatible() -> list[Finding]:
-    """What other versions of packages have renamed or removed."""
+    """Names that other versions of packages have renamed or removed."""
     return [
         Finding(f"{name.partition('.')[0]}: {name}", f"does not exist in this version; needed for: {use}", _TESTED)
         for name, use in missing_names().items()

@@ -53,7 +53,7 @@ def _commit(folder: Path) -> str:
         command = ["git", "-C", str(folder), *words]
         return subprocess.run(command, capture_output=True, text=True).stdout.strip() if shutil.which("git") else ""
 
-    # an installed copy can be inside another repository (not tracked by it), whose commit would be wrong
+    # an installed copy can be inside another repository that does not track it; that repository's commit would be wrong
     if not git("ls-files", str(folder)):
         return "not known"
     return (git("rev-parse", "--short", "HEAD") or "not known") + (

@@ -98,10 +98,10 @@ def take_inventory(requested: str | torch.device | None = None) -> Inventory:
 
 
 def native_precision(device: torch.device) -> str:
-    """The precision for `auto`: bf16 where it is native, fp16 on other CUDA devices, else fp32.
+    """The precision for `auto`: bf16 if it is native, fp16 on other CUDA devices, else fp32.
 
-    `torch.cuda.is_bf16_supported` is not used because it counts emulation: it is true for a T4, where bf16 is ten
-    times slower than fp16.
+    `torch.cuda.is_bf16_supported` is not used because it counts emulation: it is true for a T4, where bf16 is ten times
+    slower than fp16.
     """
     if device.type == "cpu":
         return "fp32"

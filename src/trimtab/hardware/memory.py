@@ -18,8 +18,8 @@ from trimtab.log import say
 from trimtab.units import exact_bytes, format_bytes, parse_bytes
 
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
-# a CUDA context with its libraries takes 0.3 to 0.8 GiB; more than this belongs to other processes, which a budget
-# does not count
+# a CUDA context with its libraries takes 0.3 to 0.8 GiB; more than this belongs to other processes, which a budget does
+# not count
 _MAX_CONTEXT_BYTES = 2**30
 # Device memory outside of torch's allocator, as nvidia-smi shows it: the CUDA context with its libraries, and the
 # modules of Triton and bitsandbytes kernels. Measured on an H200 with CUDA 13.
@@ -30,7 +30,7 @@ _OUT_OF_MEMORY_PHRASES = ("out of memory", "can't allocate memory", "status_allo
 
 
 def _allocator_bytes(device: torch.device, name: str) -> int | None:
-    """Call a memory function of torch.cuda or its sibling for another accelerator; None if it has no such function."""
+    """Call a memory function of torch.cuda or of another accelerator's module; None if it does not exist."""
     function = getattr(torch.get_device_module(device), name, None)
     return None if function is None else int(function(device))
 
@@ -42,7 +42,7 @@ def memory_in_use(device: torch.device) -> int:
     try:
         with open("/proc/self/statm") as statm:
             return int(statm.read().split()[1]) * resource.getpagesize()
-    except OSError:  # not Linux
+    except OSError:  # not on Linux
         return peak_memory(device)
 
 
@@ -115,7 +115,7 @@ def free_host_memory() -> int:
 
 
 def free_in_cgroups(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> list[int]:
-    """Return what control groups leave free; the page cache counts as free, because the kernel reclaims it."""
+    """Return the memory that control groups leave free; the page cache counts as free: the kernel reclaims it."""
     try:
         groups = [line.split(":", 2)[1:] for line in own.read_text().splitlines()]
     except OSError:
@@ -139,13 +139,13 @@ def free_in_cgroups(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc
 
 
 def free_memory(device: torch.device) -> int:
-    """Memory that this process can use: what is free now plus what it already holds; 0 if unknown."""
+    """Memory that this process can use: free memory plus what it already holds; 0 if unknown."""
     if device.type == "cpu":
         try:
             with open("/proc/meminfo") as lines:
                 available = next(line for line in lines if line.startswith("MemAvailable"))
             return int(available.split()[1]) * 1024 + memory_in_use(device)
-        except (OSError, StopIteration):  # not Linux
+        except (OSError, StopIteration):  # not on Linux
             return total_memory(device)
     module = torch.get_device_module(device)
     if not hasattr(module, "mem_get_info"):
@@ -249,7 +249,8 @@ def prefer_expandable_segments() -> bool:
     Call it before the first allocation: existing segments are not converted.
 
     Returns:
-        Whether it was done: not if the user configured the allocator, nor where torch has no expandable segments.
+        Whether it was done. It is not if the user configured the allocator, or torch does not support expandable
+        segments.
     """
     if not _can_prefer_expandable_segments():
         return False
@@ -273,7 +274,7 @@ def has_expandable_segments() -> bool:
 
 
 def _knows_expandable_segments() -> bool:
-    return sys.platform == "linux" and torch.version.cuda is not None  # not on Windows, not with ROCm
+    return sys.platform == "linux" and torch.version.cuda is not None  # not on Windows or with ROCm
 
 
 def _can_prefer_expandable_segments() -> bool:
@@ -289,7 +290,7 @@ def keep_freed_memory() -> bool:
     step needs anyway.
 
     Returns:
-        Whether it was done: only with glibc, and not if the user configured malloc in the environment.
+        Whether it was done. It is only with glibc, and not if the user configured malloc in the environment.
     """
     if platform.libc_ver()[0] != "glibc" or any(name.startswith("MALLOC_") for name in os.environ):
         return False

@@ -1,4 +1,4 @@
-"""Names of other packages that may change without notice, and what here needs them.
+"""Names of other packages that may change without notice, and the modules here that need them.
 
 Private names begin with an underscore; the others are imported from modules that are not documented. `trimtab doctor`
 reports those that the installed versions do not have, and a test compares this list with the source.
@@ -10,7 +10,7 @@ from typing import Any
 
 from trimtab.hardware.extras import has_package
 
-# In a name, `()` creates an instance without arguments: some attributes exist on instances alone.
+# In a name, `()` creates an instance without arguments: some attributes exist only on instances.
 PRIVATE_NAMES: dict[str, str] = {
     # torch: kernels over lists of tensors
     "torch._foreach_copy_": "converted weights, captured steps, stochastic rounding",
@@ -144,7 +144,7 @@ PRIVATE_NAMES: dict[str, str] = {
 
 
 def missing_names(names: dict[str, str] = PRIVATE_NAMES) -> dict[str, str]:
-    """The names of a list that the installed packages lack, with what needs them; absent packages are left out."""
+    """The listed names that installed packages lack, with the modules that need them; missing packages are skipped."""
     return {name: use for name, use in names.items() if has_package(name.partition(".")[0]) and not _exists(name)}
 
 
@@ -162,7 +162,7 @@ def _exists(name: str) -> bool:
 
 
 def _module_of(parts: list[str]) -> tuple[Any, Iterator[str]]:
-    """The longest part of a name that is a module, and what follows it."""
+    """The longest prefix of a name that is a module, and the rest."""
     for end in range(len(parts), 0, -1):
         try:
             return importlib.import_module(".".join(parts[:end])), iter(parts[end:])

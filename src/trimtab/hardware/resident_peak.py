@@ -1,4 +1,4 @@
-"""The peak of a process's resident memory since a chosen moment: what a step really takes on a CPU.
+"""The peak of a process's resident memory since a chosen time: what a step really needs on a CPU.
 
 Linux counts the peak and lets a process reset it. Other systems count it only since the process started, so a step
 cannot be measured there.
@@ -21,7 +21,7 @@ def can_measure_resident_peak() -> bool:
 
 
 def reset_resident_peak() -> None:
-    """Return freed memory to the system, and count the peak from here on."""
+    """Return freed memory to the system, and start to measure the peak."""
     gc.collect()
     if platform.libc_ver()[0] == "glibc":  # malloc keeps freed blocks, which would count as in use
         ctypes.CDLL(None).malloc_trim(0)

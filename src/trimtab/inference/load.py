@@ -45,7 +45,7 @@ class LoadedModel:
         model: The model.
         tokenizer: Its tokenizer.
         task_name: Its task: "classify", "regress", "causal-lm", "chat", "seq2seq" or "masked-lm".
-        facts: The content of trimtab.json; empty for models that trimtab did not train.
+        facts: The contents of trimtab.json; empty for models that trimtab did not train.
     """
 
     model: Any
@@ -61,7 +61,7 @@ class LoadedModel:
 
     @property
     def max_length(self) -> int | None:
-        """Maximum number of input tokens: as in training, at most the model's positions; None if unlimited."""
+        """Maximum number of input tokens: that of training, limited by the model's positions; None if unlimited."""
         settings = (self.facts.get("recipe") or {}).get("data") or {}
         limits = [self.facts.get("max_length") or settings.get("max_length"), max_positions(self.model)]
         return min((limit for limit in limits if limit), default=None)
@@ -73,10 +73,17 @@ class LoadedModel:
         return [str(names[index]) for index in range(len(names))]
 
     def predict(self, texts: "Sequence[Text]", batch_size: int = 32) -> list[Any]:
-        """Predict the label of each text, or all its labels, or its number; pairs of texts are tuples.
+        """Predict the label of each text (all labels of a multi-label model), or its number if the model regresses.
+
+        Args:
+            texts: The texts; pairs of texts are tuples.
+            batch_size: Texts per forward pass.
+
+        Returns:
+            One label, tuple of labels or number per text.
 
         Raises:
-            ModelError: If the model neither classifies nor regresses.
+            ModelError: The model neither classifies nor regresses.
         """
         from trimtab.inference.classify import classify_texts, regress_texts
 
@@ -85,7 +92,15 @@ class LoadedModel:
         return [prediction.label for prediction in classify_texts(self, texts, batch_size)]
 
     def predict_proba(self, texts: "Sequence[Text]", batch_size: int = 32) -> torch.Tensor:
-        """Compute the probability of each label for each text: shape [texts, labels], in the order of `labels`."""
+        """Compute the probability of each label for each text.
+
+        Args:
+            texts: The texts; pairs of texts are tuples.
+            batch_size: Texts per forward pass.
+
+        Returns:
+            A tensor of shape [texts, labels]; columns are in the order of `labels`.
+        """
         from trimtab.inference.classify import classify_texts
 
         found = classify_texts(self, texts, batch_size)
@@ -105,18 +120,18 @@ class LoadedModel:
         """Generate text.
 
         Args:
-            prompts: A text; for a chat model also a conversation: a list of messages, each with `role` and `content`,
-                or a dict of `messages` and `tools`. Or a list of such prompts.
+            prompts: A text, or for a chat model a conversation: a list of messages, each with `role` and `content`, or
+                a dict with `messages` and `tools`. Several prompts are passed as a list.
             max_new_tokens: Maximum number of tokens to generate.
             temperature: 0 is greedy decoding; higher values sample.
-            top_p: Sample from the most likely tokens that together have this probability; by default as the model's
-                generation config says.
-            stop: Texts before which the output ends.
-            seed: Seed of the sampling. The global random state is restored.
-            stream: Yield the text of one prompt in pieces, as they are written.
+            top_p: Sample only from the most likely tokens whose probabilities add up to this value; by default the
+                value of the model's generation config.
+            stop: Texts at which generation stops; the output ends before them.
+            seed: Seed for sampling. The global random state is restored.
+            stream: Whether to yield the text of a single prompt piece by piece while it is generated.
 
         Returns:
-            The text for one prompt; a list for a list of prompts; an iterator of pieces with `stream`.
+            The text for a single prompt; a list for a list of prompts; with `stream`, an iterator of pieces.
         """
         from trimtab.inference.generate import generate_texts, is_one_prompt
         from trimtab.inference.stream import stream_text
@@ -142,10 +157,13 @@ class LoadedModel:
         """Evaluate the model on labelled rows.
 
         Args:
-            data: File, folder, glob or hub name, or rows: a table, or a list of dicts.
-            text: Column of the text; by default that of the training rows, or guessed.
-            label: Column of the label, in the same way.
-            num_rows: Use a random choice of at most this number of rows.
+            data: File, folder, glob or Hub name, or rows: a table, or a list of dicts.
+            text: Text column; by default the one used in training, or guessed.
+            label: Label column; by default the one used in training, or guessed.
+            num_rows: Evaluate at most this number of rows, chosen at random.
+
+        Returns:
+            The metrics and the number of rows.
         """
         from trimtab.inference.evaluate import evaluate
         from trimtab.inference.held_out import read_held_out
@@ -153,7 +171,10 @@ class LoadedModel:
         return evaluate(self, read_held_out(self, data, text=text, label=label, num_rows=num_rows))
 
     def save(self, folder: str | Path) -> Path:
-        """Write model and tokenizer as a Hugging Face folder, or the adapter alone if it has one; atomic.
+        """Write model and tokenizer, or only the adapter if there is one, as a Hugging Face folder, atomically.
+
+        Args:
+            folder: The folder to write.
 
         Returns:
             The folder.
@@ -177,18 +198,25 @@ def load(
     """Load a model and its tokenizer, ready for inference.
 
     Args:
-        source: A run folder (loads its best model), a folder of a model or of an adapter, a `.gguf` file, a Hub name,
+        source: A run folder (its best model is loaded), the folder of a model or adapter, a `.gguf` file, a Hub name,
             or a model on a tracking server: best:EXPERIMENT, models:/NAME@best. The base of an adapter is loaded from
             the path that it was trained with.
-        device: Device of the model; by default the accelerator, if there is one.
-        dtype: dtype of the weights; for an adapter, of its base. By default fp32, or 4 bits for an adapter that was
-            trained on a 4-bit base. A quantized model is loaded in its own format and has no other.
+        device: The device of the model; by default an accelerator if there is one, else the CPU.
+        dtype: The dtype of the weights; for an adapter, of its base. By default fp32, or 4 bits for an adapter that was
+            trained on a 4-bit base. A quantized model is always loaded in its own format.
         trust_remote_code: Whether Python code in the model's folder may run.
-        decode: For a clustered model: "once" decodes all weights now (fast), "on-use" a weight at a time in each
-            forward pass (small memory).
+        decode: For a clustered model: "once" decodes all weights now (fast); "on-use" decodes each weight in each
+            forward pass (less memory).
+
+    Returns:
+        The model in eval mode on its device, with its tokenizer and its task.
 
     Raises:
-        ModelError: If the model does not exist, or has no head for a task.
+        ModelError: The model does not exist, or has no head for a task.
+
+    Example:
+        loaded = load("runs/reviews/first")
+        loaded.predict(["a film that stays with you"])
     """
     name = local_source(str(source))
     folder = resolve_source(name, adapters=True)
@@ -209,19 +237,22 @@ def best_model(experiment: str, metric: str | None = None, *, uri: str | None = 
 
     Args:
         experiment: Name of the experiment.
-        metric: Metric to rank by, such as accuracy; by default the one that selected the models.
-        uri: Tracking URI; by default MLFLOW_TRACKING_URI, or the store below `runs`.
-        options: Arguments of `load`.
+        metric: Metric to rank by, such as "accuracy"; by default the one that selected the models.
+        uri: Tracking URI; by default MLFLOW_TRACKING_URI, or the store in `runs`.
+        options: Other arguments of `load`.
+
+    Returns:
+        The model, as from `load`.
 
     Raises:
-        RecipeError: If the experiment or metric does not exist, with similar names.
+        RecipeError: The experiment or metric does not exist; the message lists similar names.
     """
     return load(local_source(best_name(experiment, metric), uri), **options)
 
 
 @dataclass(frozen=True)
 class _Request:
-    """Which model to load, and how; `folder` is what `name` was resolved to, `task` what it was trained for."""
+    """Which model to load, and how. `name` was resolved to `folder`; `task` is the task of its training."""
 
     name: str
     folder: str
@@ -292,7 +323,7 @@ def _load_whole(request: _Request) -> _Found:
     return model, tokenizer, task_name
 
 
-# How a model is stored, and what loads it.
+# How to recognize each stored form of a model, and the function that loads it.
 _FORMS: tuple[tuple[Callable[[str], bool], Callable[[_Request], _Found]], ...] = (
     (is_adapter, _load_adapter),
     (is_clustered, _load_clustered),
@@ -302,7 +333,7 @@ _FORMS: tuple[tuple[Callable[[str], bool], Callable[[_Request], _Found]], ...] =
 
 
 def task_name_of(kind: str, config: Any, tokenizer: Any) -> str:
-    """Return the task of a model without a run: by its kind, as in `load_model`, its head and its chat template."""
+    """Return the task of a model without a run, from its kind (as in `load_model`), its head and its chat template."""
     if kind == "causal-lm":
         return "chat" if tokenizer.chat_template else "causal-lm"
     if kind == "sequence-classification":

@@ -1,4 +1,4 @@
-"""Adapters that PEFT provides: their settings, PEFT's configs of them, and their initial values.
+"""Adapters that PEFT provides: their settings, PEFT's configs for them, and their initial values.
 
 LoRA (also with magnitudes, DoRA, and with matrices taken from the base weights, PiSSA and OLoRA) and IA3. PiSSA and
 OLoRA subtract their initial product from the base, so that the sum is unchanged; `delta_of` turns the trained matrices
@@ -59,8 +59,8 @@ class LoraSpec:
         experts: Whether fused expert weights get an adapter as well: two matrices for each expert.
         layers: First and last transformer block to adapt, counted from 0, both inclusive; negative values count from
             the end; encoder blocks come before decoder blocks. None for all.
-        ranks: Other ranks by pattern on names of modules and of expert weights; the last matching pattern wins.
-        alphas: Other alphas, likewise.
+        ranks: Other ranks by pattern on names of modules and of expert weights; the last matching pattern applies.
+        alphas: Other alphas by pattern, in the same way.
         trains: Patterns of modules to train in full, besides newly initialized modules, which always are.
         rslora: Scale by alpha / sqrt(rank) instead.
         dora: Train the norm of each row of the weights separately.
@@ -124,7 +124,7 @@ class Base:
 
 @dataclass(frozen=True)
 class AdapterPlan:
-    """What is added to a model.
+    """The changes that an adapter makes to a model.
 
     Attributes:
         config: PEFT's config, as it is saved.
@@ -253,7 +253,7 @@ def initialize_lora(model: torch.nn.Module, targets: Sequence[str], spec: LoraSp
 
 
 def _take_from_base(layer: Any, init: str) -> None:
-    """Let PEFT compute the matrices, and subtract them from the base weight, in fp32; the rest is rounded once."""
+    """Let PEFT compute the matrices, and subtract their product from the base weight in fp32, rounding once."""
     base = layer.get_base_layer()
     dtype = base.weight.dtype
     base.float()
@@ -334,7 +334,7 @@ def tied_to(model: Any, kept: Sequence[str]) -> list[str]:
 
 
 def _peft_can_tie(model: Any, whole: Sequence[str]) -> bool:
-    """Whether PEFT's ensure_weight_tying works: it ties lm_head only, and makes a linear module of a tied embedding."""
+    """Whether PEFT's ensure_weight_tying works: it ties only lm_head, and makes a tied embedding a linear module."""
     embeddings = model.get_input_embeddings()
     modules = {name: model.get_submodule(name) for name in whole}
     tied = {

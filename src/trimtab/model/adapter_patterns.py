@@ -23,7 +23,7 @@ _PLAIN = re.compile(r"(?:[\w-]|\\?\.|\\-)*")  # names and dots only, which canno
 
 
 def resolve_patterns(config: Any, model: torch.nn.Module, place: str | Path) -> Any:
-    """Copy PEFT's config of an adapter, with module names of this model in place of regular expressions.
+    """Copy PEFT's config of an adapter, with module names of this model instead of regular expressions.
 
     Args:
         config: The config that adapter_config.json contains.
@@ -42,7 +42,7 @@ def resolve_patterns(config: Any, model: torch.nn.Module, place: str | Path) -> 
             # without a match PEFT gets the pattern and reports that nothing matches
             setattr(plain, key, shorten_names(found, model) if found else [pattern])
     for key in ("rank_pattern", "alpha_pattern"):
-        if hasattr(config, key):  # of LoRA
+        if hasattr(config, key):  # LoRA only
             adapted = [*names, *fused_experts(model)]
             setattr(plain, key, _by_name(getattr(config, key) or {}, adapted, f"{place}: {key}"))
     layers = getattr(config, "layers_pattern", None) or []
@@ -55,7 +55,7 @@ def resolve_patterns(config: Any, model: torch.nn.Module, place: str | Path) -> 
 
 
 def _by_name(values: Mapping[str, Any], names: Sequence[str], where: str) -> dict[str, Any]:
-    """Map patterns to module names; if several patterns match a name, the first one wins, as in PEFT."""
+    """Map patterns to module names; if several patterns match a name, the first one applies, as in PEFT."""
     if not isinstance(values, Mapping):
         raise ModelError(f"{where} is a {type(values).__name__}, not a mapping", "write {module name: number}")
     if all(_PLAIN.fullmatch(pattern) for pattern in values):

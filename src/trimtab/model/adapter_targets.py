@@ -16,12 +16,12 @@ from trimtab.model.load import newly_initialized
 from trimtab.model.quantization import base_parts, num_weights
 
 ALL_LINEAR = "all-linear"
-_LINEAR_SUBCLASSES = {"FalconLinear"}  # of transformers that compute what nn.Linear does
+_LINEAR_SUBCLASSES = {"FalconLinear"}  # classes of transformers that compute the same as nn.Linear
 Value = TypeVar("Value")
-# Of these types PEFT refuses adapters on the output layer of Mamba blocks, whatever else has that name.
+# For these types, PEFT refuses adapters on the output layer of Mamba blocks, whatever else has that name.
 _MAMBA_TYPES = frozenset(("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"))
 _MAMBA_OUTPUT = "out_proj"
-_MIN_REPORTED_FRACTION = 0.01  # of the weights without an adapter, below which they are not reported
+_MIN_REPORTED_FRACTION = 0.01  # share of the weights without an adapter, below which they are not reported
 
 
 def is_linear(module: torch.nn.Module) -> bool:
@@ -51,8 +51,8 @@ def select_targets(
         patterns: "all-linear" (every linear module of the base model, no head, none that PEFT refuses or whose weight
             is read directly), or globs on module names.
         layers: First and last transformer block to adapt, both inclusive; negative values count from the end.
-        kept: Names of modules that are trained in full; modules inside of them get no adapter.
-        experts: Names of fused expert weights that get an adapter, too.
+        kept: Names of modules that are trained in full; modules inside them get no adapter.
+        experts: Names of fused expert weights that also get an adapter.
 
     Raises:
         RecipeError: A pattern or the range of layers matches nothing, or only modules whose weight is read directly.
@@ -89,10 +89,10 @@ def select_experts(model: Any, layers: tuple[int, int] | None, kept: Sequence[st
     Args:
         model: A transformers model.
         layers: First and last transformer block to adapt, as in `select_targets`.
-        kept: Names of modules that are trained in full; weights inside of them get no adapter.
+        kept: Names of modules that are trained in full; weights inside them get no adapter.
 
     Raises:
-        RecipeError: There are none.
+        RecipeError: The model has no fused expert weights.
     """
     found = {name: parameter for name, parameter in fused_experts(model).items() if not _inside(name, kept)}
     if not found:
@@ -157,7 +157,7 @@ def select_scaled_modules(
 
 
 def select_scaled_inputs(model: Any, targets: Sequence[str]) -> list[str]:
-    """Select those of IA3's modules whose inputs are scaled: the second layers of MLPs; of others the outputs are."""
+    """Select the IA3 modules whose inputs are scaled: second layers of MLPs; other modules have scaled outputs."""
     from peft.utils.constants import TRANSFORMERS_MODELS_TO_IA3_FEEDFORWARD_MODULES_MAPPING as KNOWN_INPUTS  # noqa: N811
 
     endings = KNOWN_INPUTS.get(str(model.config.model_type))
@@ -192,13 +192,13 @@ def _adaptable(
 
 
 def _is_refused_by_peft(model: Any, name: str) -> bool:
-    """Whether PEFT refuses an adapter on a linear module, because kernels of Mamba have an argument of that name."""
+    """Whether PEFT refuses an adapter on a linear module, because Mamba's kernels take an argument with that name."""
     kind = getattr(model.config, "model_type", None)
     return kind in _MAMBA_TYPES and name.rpartition(".")[2] == _MAMBA_OUTPUT
 
 
 def _ends_with(name: str, endings: Sequence[str]) -> bool:
-    """Whether the last parts of a module name are one of these, as PEFT matches them."""
+    """Whether a module name ends with one of these, as PEFT matches them."""
     return any(name == ending or name.endswith(f".{ending}") for ending in endings)
 
 
@@ -220,7 +220,7 @@ def match_values(names: Sequence[str], values: Mapping[str, Any], key: str) -> d
 
 
 def shorten_names(names: Sequence[str], model: torch.nn.Module) -> list[str]:
-    """Shorten module names to their last part, as PEFT stores them, where that matches only the given modules."""
+    """Shorten module names to their last part, as PEFT stores them, if that matches only the given modules."""
     chosen = set(names)
     by_last: dict[str, set[str]] = {}
     for name, _ in model.named_modules():
@@ -233,7 +233,7 @@ def shorten_names(names: Sequence[str], model: torch.nn.Module) -> list[str]:
 
 
 def _linear_of(model: Any, pattern: str, linear: Mapping[str, torch.nn.Module], kept: Sequence[str]) -> list[str]:
-    """The linear modules that match a pattern or are inside of a module that matches it."""
+    """The linear modules that match a pattern or are inside a module that matches it."""
     named = _modules_matching(model, pattern, "adapter.targets")
     found = [name for name in linear if _inside(name, named)]
     if found:
@@ -294,7 +294,7 @@ def _report_left_out(model: Any, base: set[int], adapted: Sequence[str], experts
 
 
 def _modules_matching(model: Any, pattern: str, key: str) -> list[str]:
-    # with duplicates: a tied head and the like can be one module under two names
+    # with duplicates: a tied head, for example, can be one module under two names
     modules = model.named_modules(remove_duplicate=False)
     names = [name for name, module in modules if name and next(module.parameters(), None) is not None]
     found = [name for name in names if _matches(name, pattern)]

@@ -1,8 +1,8 @@
 """Adapters on a frozen model: added in place, kept in fp32, saved and loaded as PEFT folders.
 
-The model keeps its class. Linear modules are replaced by PEFT's LoRA or IA3 modules; plain LoRA gets a forward of ours
-(`lora_product`). Modules that are trained in full are not replaced, so there is no second copy of them as in PEFT. A
-side network (`side_network`) is one more module of the model, and is saved in separate files.
+The model keeps its class. Linear modules are replaced by PEFT's LoRA or IA3 modules; plain LoRA gets trimtab's own
+forward (`lora_product`). Modules that are trained in full are not replaced, so there is no second copy of them as in
+PEFT. A side network (`side_network`) is an additional module of the model, and is saved in separate files.
 """
 
 import os
@@ -63,7 +63,7 @@ from trimtab.model.virtual_tokens import (
 
 _PREFIX_TUNING = "PREFIX_TUNING"
 _VIRTUAL = ("PROMPT_TUNING", _PREFIX_TUNING)  # kinds of PEFT that train virtual tokens
-_PREFIX = "base_model.model."  # of names in PEFT's files, from its wrapper around the model
+_PREFIX = "base_model.model."  # prefix of names in PEFT's files, from its wrapper around the model
 _ATTRIBUTE = "_trimtab_adapter"
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -91,7 +91,7 @@ class Adapter:
 
     @property
     def is_side_network(self) -> bool:
-        """Whether it is separate from the base, not inside of its modules."""
+        """Whether it is separate from the base, not inside its modules."""
         return isinstance(self._config, SideConfig)
 
     @property
@@ -142,7 +142,7 @@ class Adapter:
 
 
 def _name_in_file(name: str) -> str:
-    """The name that PEFT's files have for a tensor; DoRA's magnitudes are modules in memory and not in files."""
+    """The name of a tensor in PEFT's files; DoRA's magnitudes are modules in memory but not in files."""
     if name == f"{VIRTUAL_MODULE}.weight":
         return IN_FILE
     return _PREFIX + name.replace(f".lora_magnitude_vector.{NAME}.weight", ".lora_magnitude_vector").replace(
@@ -151,7 +151,7 @@ def _name_in_file(name: str) -> str:
 
 
 def adapter_of(model: torch.nn.Module) -> Adapter | None:
-    """The adapter of a model, also if it is wrapped by DDP or torch.compile; None if it has none."""
+    """The adapter of a model, even if it is wrapped by DDP or torch.compile; None if it has none."""
     inner: Any = model
     while inner is not None:
         found = inner.__dict__.get(_ATTRIBUTE)
@@ -323,7 +323,7 @@ def _inject(
     from peft.tuners.lora import LoraLayer
 
     injected = resolve_patterns(config, model, place)
-    # Modules that are trained in full are left alone: PEFT's wrapper would hold a second copy of them.
+    # Modules that are trained in full are not wrapped: PEFT's wrapper would hold a second copy of them.
     injected.modules_to_save = None
     if hasattr(injected, "ensure_weight_tying"):
         injected.ensure_weight_tying = False
@@ -348,7 +348,7 @@ def _inject(
 
 
 def _bind_dequantization(base: Any) -> None:
-    """Let DoRA read 4-bit weights through our function: bitsandbytes' is wrong for some shapes on a CPU.
+    """Make DoRA read 4-bit weights with our function: bitsandbytes' is wrong for some shapes on a CPU.
 
     PEFT calls `dequantize` of modules that have an attribute `W_q`.
     """
@@ -360,7 +360,7 @@ def _dequantize(base: Any) -> torch.Tensor:
 
 
 def _make_trainable(model: Any, adapter: Adapter) -> None:
-    """Freeze all but the adapter, and convert trainable parameters to fp32 even if the base is in half precision."""
+    """Freeze all except the adapter, and convert trainable parameters to fp32 even if the base is in half precision."""
     half = {parameter.dtype for parameter in model.parameters() if parameter.dtype in _HALF}
     model.requires_grad_(False)
     trained: dict[int, torch.nn.Parameter] = {}
@@ -382,14 +382,14 @@ def _make_trainable(model: Any, adapter: Adapter) -> None:
 
 
 def _cast_inputs_to_fp32(module: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """Cast half-precision inputs of an fp32 module, which it cannot take outside of autocast."""
+    """Cast half-precision inputs of an fp32 module, which it does not accept outside autocast."""
     if torch.is_autocast_enabled(next(module.parameters()).device.type):
         return None
     return tuple(x.float() if isinstance(x, torch.Tensor) and x.dtype in _HALF else x for x in args)
 
 
 def _cast_output(module: torch.nn.Module, args: Any, output: Any, dtype: torch.dtype) -> Any:
-    """Cast an fp32 output (of embeddings) to the dtype of the model, whose activations would be fp32 otherwise."""
+    """Cast an fp32 output (of embeddings) to the dtype of the model; otherwise its activations would be fp32."""
     is_single = isinstance(output, torch.Tensor) and output.dtype is torch.float32
     return output.to(dtype) if is_single else output
 

@@ -26,7 +26,7 @@ def use_attention(model: Any, backend: str, *, repeats_heads: bool = False) -> N
     Args:
         model: A transformers model whose attention implementation is "sdpa"; others are not changed.
         backend: "cudnn", "flash", "efficient", "math", or "torch" for torch's own choice.
-        repeats_heads: Repeat the heads of keys and values before attention.
+        repeats_heads: Whether to repeat the heads of keys and values before attention.
     """
     if not is_sdpa(model):
         return
@@ -41,7 +41,7 @@ def use_attention(model: Any, backend: str, *, repeats_heads: bool = False) -> N
 
 
 def is_sdpa(model: Any) -> bool:
-    """Whether attention is torch's, reached through transformers' interface; Falcon, for one, calls it directly."""
+    """Whether attention is torch's, called through transformers' interface; Falcon, for example, calls it directly."""
     if getattr(model.config, "_attn_implementation", None) != "sdpa":
         return False
     home = type(model).__module__
@@ -51,7 +51,7 @@ def is_sdpa(model: Any) -> bool:
 
 @cache
 def _reads_name(module: str) -> bool:
-    """Whether code of a model does something for the name "sdpa" alone, such as the mask of sparse attention."""
+    """Whether code of a model checks for the name "sdpa", for example to choose the mask of sparse attention."""
     found = sys.modules.get(module)
     if not hasattr(found, "ALL_ATTENTION_FUNCTIONS"):
         return False
@@ -88,7 +88,7 @@ def _attention_function(backend: str, repeats_heads: bool) -> Callable[..., Any]
 
 
 class _Ungrouped:
-    """What transformers reads of an attention module whose heads are repeated already."""
+    """The attributes that transformers reads from an attention module whose heads are already repeated."""
 
     num_key_value_groups = 1
 
@@ -146,7 +146,7 @@ _CUDNN_FIRST = [
     SDPBackend.EFFICIENT_ATTENTION,
     SDPBackend.MATH,
 ]
-# torch.compile traces no other context than sdpa_kernel; its 13 µs are spent once, when a block is compiled
+# torch.compile traces only sdpa_kernel, no other context; its 13 µs are spent once, when a block is compiled
 _TRACEABLE: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "torch": nullcontext,
     "cudnn": partial(sdpa_kernel, _CUDNN_FIRST, set_priority=True),

@@ -8,7 +8,7 @@ import torch
 
 
 def size_of(batch: Any) -> Any:
-    """The part of a batch that a graph contains: its structure, the sizes of its tensors, and all other values."""
+    """The properties of a batch that a graph depends on: structure, sizes of tensors, and all other values."""
     if isinstance(batch, torch.Tensor):
         return tuple(batch.shape), batch.dtype
     if isinstance(batch, Mapping):
@@ -35,7 +35,7 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], batch: Any) ->
     if isinstance(batch, torch.Tensor):
         return function(batch)
     if isinstance(batch, Mapping):
-        made: Any = copy.copy(batch)  # a constructor may want other arguments, as that of defaultdict
+        made: Any = copy.copy(batch)  # a constructor may expect other arguments, for example that of defaultdict
         for key, value in batch.items():
             made[key] = map_tensors(function, value)
         return made

@@ -1,7 +1,7 @@
 """Models with random weights from a config, initialized block by block.
 
-The whole model is never on the device: blocks that are quantized, or that live in host memory, are drawn there one
-after the other.
+The whole model is never on the device: blocks that are quantized, or that stay in host memory, are drawn on the device
+one after another.
 """
 
 from typing import Any

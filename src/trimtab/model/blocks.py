@@ -8,7 +8,7 @@ from torch import nn
 def blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """The repeated blocks of a model with their names, in the order of the model (encoder before decoder).
 
-    Blocks are subclasses of transformers' `GradientCheckpointingLayer`, or else the items of lists of like modules.
+    Blocks are subclasses of transformers' `GradientCheckpointingLayer`, or else the items of lists of equal modules.
     """
     return list(_outermost(model, _is_marked)) or list(_outermost_items(model))
 
@@ -37,7 +37,7 @@ def _outermost(
 
 
 def _outermost_items(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The items of lists of like modules, for models without `GradientCheckpointingLayer`s."""
+    """The items of lists of equal modules, for models without `GradientCheckpointingLayer`s."""
     for name, stack in _outermost(model, _is_stack):
         for number, block in stack.named_children():
             yield f"{name}.{number}", block
@@ -46,5 +46,5 @@ def _outermost_items(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def _is_stack(module: nn.Module) -> bool:
     items = list(module.children())
     is_list = isinstance(module, nn.ModuleList) or (isinstance(module, nn.Sequential) and len(items) > 1)
-    # blocks contain other modules: a list of single Linear modules has none
+    # blocks contain other modules: the items of a list of single Linear modules do not
     return is_list and len({type(item) for item in items}) == 1 and any(items[0].children())

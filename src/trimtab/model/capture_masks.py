@@ -5,16 +5,16 @@ from contextlib import contextmanager
 from threading import RLock, get_ident
 from typing import Any
 
-_capturing = RLock()  # threads that capture restore each other's function otherwise
+_capturing = RLock()  # otherwise capturing threads would restore each other's function
 
 
 @contextmanager
 def usual_masks() -> Iterator[None]:
-    """Let transformers decide about masks as outside of a capture, where a batch has none.
+    """Make transformers treat masks during a capture as it does outside, for batches without a mask.
 
-    Some versions make a mask of ones while a stream is captured. No fused kernel takes it, so attention would be
-    computed from matrix products in fp32. A mask that a batch has is used in graphs, whatever its values: another batch
-    may have other ones.
+    Some versions create a mask of ones while a stream is captured. No fused kernel accepts it, so attention would be
+    computed from matrix products in fp32. If a batch has a mask, graphs use it whatever its values are: another batch
+    may have other values.
     """
     import transformers.masking_utils
 

@@ -1,7 +1,7 @@
 """One micro-batch as a CUDA graph: forward, loss and backward on fixed addresses.
 
 Inputs are copied into tensors of the graph. Gradients are written into or added to tensors that stay allocated for the
-whole run. Numbers that differ between replays (the loss scale, the expected weight of a window) are tensors, too.
+whole run. Numbers that differ between replays (the loss scale, the expected weight of a window) are also tensors.
 """
 
 from collections.abc import Callable, Mapping
@@ -29,13 +29,13 @@ class ComputedLoss(Protocol):
         """The number of items in the mean; None if all micro-batches count the same."""
 
     def reported(self) -> torch.Tensor:
-        """What is returned of it, detached."""
+        """The value that the step reports, detached."""
 
 
 Batch = Any  # for `fit` a dict of tensors, else any structure of `trimtab.model.batch_tree`
 Loss = Callable[[Any, Any], ComputedLoss]
 Weight = torch.Tensor | float | None
-Result = tuple[torch.Tensor, Any]  # what a loss reports, and its weight
+Result = tuple[torch.Tensor, Any]  # the reported value of a loss, and its weight
 Compute = Callable[[Any, torch.nn.Module, Loss, Batch], Result]
 
 
@@ -49,7 +49,7 @@ class Recorder(Protocol):
         """Record `work` without computing anything; return a function that computes it."""
 
     def forget(self) -> None:
-        """Release what recordings share; none of them is used any more."""
+        """Release the memory that recordings share; none of them is used any more."""
 
 
 class CudaRecorder:
@@ -72,8 +72,8 @@ class CudaRecorder:
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
-        # not torch.cuda.graph: where a capture cannot be ended, that leaves its stream the current one. A graph of an
-        # earlier run that the garbage collector frees during a capture would make it fail
+        # not torch.cuda.graph: if a capture cannot be ended, it leaves its stream as the current one. A graph of an
+        # earlier run that the garbage collector frees during a capture would make the capture fail
         with gc_disabled(), torch.cuda.stream(self._stream):
             # threads that save checkpoints or copy batches continue during the capture
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
@@ -93,11 +93,11 @@ class CudaRecorder:
 
 @dataclass(frozen=True)
 class FirstRun:
-    """What was found when a micro-batch of some size ran without a graph.
+    """What the first run of a micro-batch of some size, without a graph, has shown.
 
     Attributes:
         weight: The weight of the batch: a tensor if it depends on the rows, else the number itself, or None.
-        dtype: The dtype of what the loss reports.
+        dtype: The dtype of the reported loss.
     """
 
     weight: Weight
@@ -109,11 +109,11 @@ class CapturedMicroBatch:
 
     Args:
         inputs: A batch of this size; it is copied.
-        first: What was found when a batch of this size ran without a graph.
-        owners: The parameters that get gradients, with the tensors that these are accumulated in.
+        first: What the first run of this size, without a graph, has shown.
+        owners: The parameters that get gradients, with the tensors in which these are accumulated.
         device: The device of the model.
         half_weights: Copies of weights that the model computes with.
-        writes: Whether gradients are written, not added to those of earlier micro-batches.
+        writes: Whether gradients are overwritten instead of added to those of earlier micro-batches.
     """
 
     def __init__(
@@ -137,15 +137,15 @@ class CapturedMicroBatch:
         self._weight: Weight = torch.zeros((), device=device) if is_counted_on_device else first.weight
         self._expected = torch.ones((), device=device)  # E of `trimtab.engine.accumulation`
         self._is_alone = torch.ones((), dtype=torch.bool, device=device)
-        self._share = torch.ones((), device=device)  # of the window, for a weight that the host knows
-        self._length = torch.ones((), device=device)  # of the window, for losses without weights
+        self._share = torch.ones((), device=device)  # total of the window, for a weight that the host knows
+        self._length = torch.ones((), device=device)  # length of the window, for losses without weights
         self._scale = torch.ones((), device=device)
         self._replay: Callable[[], None] | None = None
 
     def capture(self, recorder: Recorder, model: torch.nn.Module, loss: Loss) -> None:
         """Record forward, loss and backward."""
         bind_gradients(self._owners, with_values=not self._writes)
-        # copies of weights that autocast keeps inside an outer context are not computed again by a replay
+        # copies of weights that autocast caches inside an outer context would not be computed again by a replay
         torch.clear_autocast_cache()
         # a stream belongs to the current device, which need not be that of the model
         on_device = torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
@@ -158,14 +158,14 @@ class CapturedMicroBatch:
             self._compute(model, loss)
 
     def _write(self, model: torch.nn.Module, loss: Loss) -> None:
-        """Let autograd make new gradients, and copy all of them at once."""
+        """Let autograd create new gradients, and copy all of them with one kernel."""
         for parameter in self._owners:
             parameter.grad = None
         with self._half_weights.in_use(keeps_gradients=True):
             self._compute(model, loss)
         halves = dict(self._half_weights.take_gradients())
         for weight, half in halves.items():
-            if weight.grad is not None:  # a loss function that reads the weight itself
+            if weight.grad is not None:  # for a loss function that reads the weight itself
                 halves[weight] = weight.grad.add_(half)
         found = [(buffer, halves.get(p, p.grad)) for p, buffer in self._owners.items()]
         for dtype in {gradient.dtype for _, gradient in found if gradient is not None}:
@@ -195,7 +195,7 @@ class CapturedMicroBatch:
         (contribution * self._scale).backward()  # type: ignore[no-untyped-call]
 
     def _check_weight(self, weight: Any) -> None:
-        """A graph contains a weight that the host knows, so it must be the same in all batches of this size."""
+        """Check that a weight known to the host, which a graph contains, is the same in all batches of this size."""
         num_tensors = isinstance(self._weight, torch.Tensor) + isinstance(weight, torch.Tensor)
         if num_tensors == 1 or (num_tensors == 0 and weight != self._weight):
             raise ValueError(
@@ -235,12 +235,12 @@ class CapturedMicroBatch:
 
     @property
     def reported(self) -> torch.Tensor:
-        """What the loss of the last replay reports."""
+        """The value that the loss of the last replay reported."""
         return self._reported.clone()
 
 
 def bind_gradients(owners: Mapping[torch.nn.Parameter, torch.Tensor], *, with_values: bool = True) -> None:
-    """Let `.grad` be the given tensors, with the values that it has (zero if it is None) or with any."""
+    """Bind `.grad` to the given tensors; their values are those of `.grad` (zero if it is None), or arbitrary."""
     if not with_values:
         for parameter, buffer in owners.items():
             parameter.grad = buffer

@@ -1,19 +1,19 @@
 """Capture forward, loss and backward of a micro-batch in CUDA graphs, one per size, and replay them.
 
 A replay launches all kernels of a micro-batch at once, so the host no longer limits small models. A graph reads and
-writes fixed addresses (`captured_micro_batch.py`). What an optimizer or a clipper sees is the same as without graphs,
-except in `fit` for a parameter that only some sizes of micro-batches use: its gradient is zero where it would be None.
-Hooks of a model are called while it is captured, not in replays.
+writes fixed addresses (`captured_micro_batch.py`). Optimizers and clipping see the same gradients as without graphs,
+with one exception in `fit`: for a parameter that only some micro-batch sizes use, the gradient is zero instead of None.
+Hooks of a model are called during the capture, not in replays.
 
 `fit` captures the micro-batches of one loss (`compute_captured`), `Engine.forward_backward` those of any loss function
 and structure of batches.
 
-The only micro-batch of a step writes its gradients, by one kernel for all parameters; one of several adds them. In
-mixed precision, linear layers compute with copies of their weights (`half_weights.py`), also in micro-batches that are
-not captured, so that blocks are compiled once.
+If a step has a single micro-batch, it writes its gradients, with one kernel for all parameters; otherwise each
+micro-batch adds them. In mixed precision, linear layers compute with copies of their weights (`half_weights.py`), also
+in micro-batches that are not captured, so that blocks are compiled once.
 
-A micro-batch of a size that is met for the first time runs without a graph, which loads its kernels; the second one is
-captured. Where a capture fails, for example because a model synchronizes with the host, nothing is captured any more.
+The first micro-batch of each size runs without a graph, which loads its kernels; the second one is captured. If a
+capture fails, for example because a model synchronizes with the host, nothing is captured from then on.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Iterator
@@ -41,7 +41,7 @@ from trimtab.model.forward import bare_model
 from trimtab.model.half_weights import HalfWeights
 
 MOST_GRAPHS = 32
-_MOST_SIZES = 1024  # that are remembered without a graph
+_MOST_SIZES = 1024  # number of sizes that are remembered without a graph
 _STATE = "_trimtab_captured_micro_batches"
 
 
@@ -53,7 +53,7 @@ def compute_plainly(engine: Any, model: torch.nn.Module, loss: Loss, batch: Batc
 
 
 class CapturedMicroBatches:
-    """Computes micro-batches by graphs where it can, and otherwise as before.
+    """Compute micro-batches with graphs if possible, and otherwise without.
 
     Args:
         recorder: Records the graphs.
@@ -63,17 +63,19 @@ class CapturedMicroBatches:
 
     def __init__(self, recorder: Recorder | None = None, *, runs_own_code: bool = False) -> None:
         self.failure: str | None = None  # the reason why nothing is captured
-        self.watchers: list[Callable[[Batch], Any]] = []  # called with every micro-batch that is replayed
+        self.watchers: list[Callable[[Batch], Any]] = []  # called with every replayed micro-batch
         self._recorder: Recorder = recorder or CudaRecorder()
         self._runs_own_code = runs_own_code
         self._seen: dict[Any, FirstRun] = {}  # by variant and size
-        self._owners: dict[Any, dict[torch.nn.Parameter, None]] = {}  # that get gradients, by variant and size
-        self._known_owners: dict[torch.nn.Parameter, None] = {}  # of all variants and sizes
+        # parameters that get gradients, by variant and size
+        self._owners: dict[Any, dict[torch.nn.Parameter, None]] = {}
+        # parameters that get gradients, of all variants and sizes
+        self._known_owners: dict[torch.nn.Parameter, None] = {}
         self._graphs: dict[Any, CapturedMicroBatch] = {}
-        self._buffers: dict[torch.nn.Parameter, torch.Tensor] = {}  # gradients, for all sizes
+        self._buffers: dict[torch.nn.Parameter, torch.Tensor] = {}  # gradients, shared by all sizes
         self._parameters: list[torch.nn.Parameter] = []
         self._half_weights: HalfWeights | None = None
-        self._weights: tuple[tuple[bool, int], ...] = ()  # whether each is trainable, and its address
+        self._weights: tuple[tuple[bool, int], ...] = ()  # whether each parameter is trainable, and its address
 
     @property
     def num_graphs(self) -> int:
@@ -82,7 +84,7 @@ class CapturedMicroBatches:
 
     @property
     def num_sizes(self) -> int:
-        """The number of sizes that were met."""
+        """The number of sizes that occurred."""
         return len(self._seen)
 
     @property
@@ -120,10 +122,10 @@ class CapturedMicroBatches:
         half_weights = self._halves(engine, model)
         with_halves = half_weights.only_in_forward(loss) if self._runs_own_code else loss
         key = variant, size_of(batch)
-        # what is in .grad already has to stay, also where another loop accumulates by itself
+        # existing values in .grad must be kept, also if another loop accumulates by itself
         owners = self._owners.get(key, ())
         writes = engine.gradient_accumulation_steps == 1 and all(p.grad is None for p in owners)
-        graph = self._graphs.get((key, writes)) or self._graphs.get((key, False))  # adding is right for all
+        graph = self._graphs.get((key, writes)) or self._graphs.get((key, False))  # adding is correct in every case
         if graph is None and key in self._seen and not self.is_full:
             graph = self._capture(key, writes, engine, model, with_halves, batch)
         if graph is not None:
@@ -137,7 +139,7 @@ class CapturedMicroBatches:
         return self._compute_uncaptured(key, engine, model, with_halves, batch)
 
     def _compute_uncaptured(self, key: Any, engine: Any, model: torch.nn.Module, loss: Loss, batch: Batch) -> Result:
-        """Compute a micro-batch without a graph; after the first of a size the second can be captured."""
+        """Compute a micro-batch without a graph; after the first one of a size, the second can be captured."""
         assert self._half_weights is not None
         if key in self._owners:
             self._keep_gradients(self._owners[key])
@@ -148,13 +150,13 @@ class CapturedMicroBatches:
         self._keep_gradients(known)
         with self._found_owners() as found, self._half_weights.in_use():
             reported, weight = compute_plainly(engine, model, loss, batch)
-        if self._runs_own_code:  # which may train other parameters with another loss
+        if self._runs_own_code:  # another loss may train other parameters
             for parameter in without:
                 if parameter not in found:
                     parameter.grad = None
         else:
             found = known | found
-        is_ignored = isinstance(weight, float | int) and not weight  # its loss may be NaN, which a graph would add
+        is_ignored = isinstance(weight, float | int) and not weight  # the loss may be NaN, which a graph would add
         if len(self._seen) < _MOST_SIZES and not is_ignored:
             weight = weight.clone() if isinstance(weight, torch.Tensor) else weight
             self._seen[key] = FirstRun(weight, reported.dtype)
@@ -164,7 +166,7 @@ class CapturedMicroBatches:
 
     @contextmanager
     def _found_owners(self) -> Iterator[dict[torch.nn.Parameter, None]]:
-        """Yield a dict whose keys are afterwards the parameters that got a gradient inside the context."""
+        """Yield a dict that afterwards contains, as keys, the parameters that got a gradient inside the context."""
         assert self._half_weights is not None
         found: dict[torch.nn.Parameter, None] = {}
         without = [parameter for parameter in self._parameters if parameter.grad is None]
@@ -198,10 +200,10 @@ class CapturedMicroBatches:
         return self._half_weights
 
     def _keep_gradients(self, owners: Iterable[torch.nn.Parameter]) -> dict[torch.nn.Parameter, torch.Tensor]:
-        """Let parameters have gradients that are allocated for the whole run: others would come and go."""
+        """Give parameters gradients that stay allocated for the whole run."""
         missing = [parameter for parameter in owners if parameter not in self._buffers]
         if missing and all(parameter.grad is None for parameter in missing):
-            release_cached_memory(missing[0].device)  # no gaps between what stays and what comes and goes
+            release_cached_memory(missing[0].device)  # avoids gaps between permanent and temporary memory
         for parameter in missing:
             self._buffers[parameter] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         kept = {parameter: self._buffers[parameter] for parameter in owners}
@@ -216,8 +218,8 @@ class CapturedMicroBatches:
             kept = self._keep_gradients(self._owners[key])
             graph = CapturedMicroBatch(batch, self._seen[key], kept, engine.device, self._half_weights, writes=writes)
             graph.capture(self._recorder, model, loss)
-        except Exception as error:  # a capture forbids much of what a model may do
-            if writes:  # there were none; those that autograd has made since were not computed
+        except Exception as error:  # a capture forbids many operations that a model may use
+            if writes:  # there were no gradients before; those that autograd has created since were not computed
                 for parameter in self._owners[key]:
                     parameter.grad = None
             if is_out_of_memory(error):
@@ -233,7 +235,7 @@ class CapturedMicroBatches:
         return None
 
     def _forget_if_changed(self, model: torch.nn.Module) -> None:
-        """Drop all graphs if other parameters are trainable than before, or if weights have other addresses."""
+        """Drop all graphs if the set of trainable parameters or the addresses of weights have changed."""
         if not self._parameters:
             self._parameters = list(model.parameters())
         weights = tuple((parameter.requires_grad, parameter.data_ptr()) for parameter in self._parameters)
@@ -242,7 +244,7 @@ class CapturedMicroBatches:
             self.forget()
 
     def forget(self) -> None:
-        """Drop all graphs and their memory: every size is captured again when it is met for the second time."""
+        """Drop all graphs and their memory: each size is captured again at its second occurrence."""
         for known in (self._graphs, self._seen, self._owners, self._buffers):
             known.clear()
         self._known_owners = {}
@@ -257,7 +259,7 @@ class CapturedMicroBatches:
         """Restore what `state_dict` returned."""
         self.failure = self.failure or state["failure"]
         if self.failure is not None:
-            self.forget()  # graphs are not used any more
+            self.forget()  # graphs are no longer used
 
 
 def capture_micro_batches(model: torch.nn.Module, recorder: Recorder | None = None) -> CapturedMicroBatches:
@@ -273,14 +275,14 @@ def captured_micro_batches_of(model: torch.nn.Module) -> CapturedMicroBatches | 
 
 
 def compute_captured(engine: Any, model: torch.nn.Module, loss: Loss, batch: Batch) -> Result:
-    """Like `compute_plainly`, by graphs if `capture_micro_batches` was called for the model."""
+    """Like `compute_plainly`, with graphs if `capture_micro_batches` was called for the model."""
     captured = captured_micro_batches_of(model)
     compute: Compute = compute_plainly if captured is None else captured
     return compute(engine, model, loss, batch)
 
 
 def compute_uncaptured(engine: Any, model: torch.nn.Module, loss: Loss, batch: Batch) -> Result:
-    """Like `compute_captured`, without graphs: compiled blocks then have the inputs that they have in graphs."""
+    """Like `compute_captured`, without graphs: compiled blocks get the same inputs as in graphs."""
     captured = captured_micro_batches_of(model)
     compute: Compute = compute_plainly if captured is None else captured.compute_once
     return compute(engine, model, loss, batch)

@@ -25,7 +25,7 @@ from trimtab.model.linear_cross_entropy import Job, Kernel, chunked_cross_entrop
 from trimtab.model.router_loss import router_loss
 
 _CURE = "memory.loss: plain"
-_SHORT_LENGTH = 32  # positions of the row on which operations are recorded
+_SHORT_LENGTH = 32  # positions of the row with which operations are recorded
 
 
 class HeadLoss:
@@ -182,7 +182,7 @@ class _Recorder:
     _CONVERSIONS = frozenset(("float", "to", "contiguous"))
 
     def __init__(self, model: torch.nn.Module, shape: tuple[int, ...]) -> None:
-        self.shape = torch.Size(shape)  # that the logits would have
+        self.shape = torch.Size(shape)  # shape that the logits would have
         self.model = model
         self._steps: list[_Step] = []
 
@@ -220,7 +220,7 @@ class _Recorder:
 
 
 class _Sealed(torch.Tensor):
-    """Loss sums that a model passes on as if they were logits: arithmetic is recorded and does not change them."""
+    """Loss sums that pass through a model like logits: arithmetic on them is recorded but does not change them."""
 
     _recorder: _Recorder
 
@@ -247,7 +247,7 @@ class _Sealed(torch.Tensor):
         return _seal(result, recorder) if isinstance(result, Tensor) else result
 
 
-# What wrappers and hooks do with an output without reading its values.
+# Operations that wrappers and hooks apply to an output without reading its values.
 _HARMLESS = frozenset(
     (
         *("dtype", "device", "layout", "requires_grad", "grad_fn", "is_leaf", "grad", "is_cuda", "is_sparse"),
@@ -274,7 +274,7 @@ def _unsealed(outputs: Any, model: torch.nn.Module) -> Tensor:
 
 @contextmanager
 def _head_replaced(head: torch.nn.Linear, compute: Callable[[Tensor], Tensor], recorder: _Recorder) -> Iterator[None]:
-    """Let the forward of `head` return the sums of `compute`; other threads still get logits."""
+    """Make the forward of `head` return the sums of `compute`; other threads still get logits."""
     owner, own, num_calls = threading.get_ident(), head.forward, 0
 
     def forward(hidden: Tensor) -> Tensor:
@@ -286,7 +286,7 @@ def _head_replaced(head: torch.nn.Linear, compute: Callable[[Tensor], Tensor], r
             raise LossError(f"{type(recorder.model).__name__} uses its output layer more than once in a call", _CURE)
         return _seal(compute(hidden), recorder)
 
-    head.__dict__["forward"] = forward  # shadows the method of the class
+    head.__dict__["forward"] = forward  # hides the method of the class
     try:
         yield
     finally:
@@ -345,7 +345,7 @@ def _steps_after_head(model: torch.nn.Module, head: torch.nn.Linear, batch: Batc
 def _short_row(batch: Batch) -> dict[str, Tensor]:
     """The start of the row with the least padding if every input is a matrix of tokens, else the batch as given.
 
-    The start of a packed batch becomes one row: what follows the head does not depend on attention.
+    The start of a packed batch becomes one row: operations after the head do not depend on attention.
     """
     tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor) and name != ROW_STARTS}
     labels = tensors["labels"]
@@ -355,7 +355,7 @@ def _short_row(batch: Batch) -> dict[str, Tensor]:
     if "attention_mask" in tensors and not labels.is_meta:
         row = int(tensors["attention_mask"].sum(dim=1).argmax())
     short = {name: value[row : row + 1, :_SHORT_LENGTH] for name, value in tensors.items()}
-    # decoder inputs are made of the labels and must be valid tokens
+    # decoder inputs are made from the labels and must be valid tokens
     return short | {"labels": short["labels"].where(short["labels"] != IGNORED, 0)}
 
 

@@ -1,12 +1,13 @@
-"""The time that compiling takes, and whether a run is long enough to consider it."""
+"""The time that compilation takes, and whether a run is long enough for it."""
 
 import torch
 
 from trimtab.model.blocks import blocks_of
 
-_KIND_S = 12.0  # to compile one kind of block without a cache: 10 s for BERT, 9 s for Llama, with LoRA at most 12 s
-_SIZE_S = 0.02  # for each block, to run and to capture one size of micro-batch; 12 blocks of BERT-base took 0.27 s
-_FEWEST_STEPS = 200  # in fewer steps the seconds of a compiler are not saved again
+# seconds to compile one kind of block without a cache: 10 s for BERT, 9 s for Llama, with LoRA at most 12 s
+_KIND_S = 12.0
+_SIZE_S = 0.02  # seconds for each block to run and capture one micro-batch size; 12 blocks of BERT-base took 0.27 s
+_FEWEST_STEPS = 200  # in fewer steps, compiling takes longer than it saves
 _FIRST_CAPABILITY = (8, 0)  # older GPUs compute so slowly that they rarely wait for Python
 
 
@@ -24,7 +25,7 @@ def compiling_may_pay(num_steps: int | None, capability: tuple[int, int] | None,
     """Whether compiled blocks are worth a prediction.
 
     Args:
-        num_steps: Optimizer steps of the run; None if they are not known.
+        num_steps: Optimizer steps of the run; None if unknown.
         capability: Compute capability of an NVIDIA GPU; None for other devices.
         has_triton: Whether Triton is installed.
     """

@@ -1,11 +1,11 @@
 """Compile the repeated blocks of a model with torch.compile: one graph for all blocks of a stack and all sizes.
 
-Only the blocks are compiled, not the model: a block is compiled once and used N times, where a whole model would take N
-times as long. Sizes are symbols in its graph, so that micro-batches of other sizes need no other one. Blocks are
-compiled in training only; evaluation computes what it computes without this module.
+Only the blocks are compiled, not the model: a block is compiled once and used N times, whereas a whole model would take
+N times as long. Sizes are symbols in the graph, so that micro-batches of other sizes do not need another graph. Blocks
+are compiled in training only; evaluation is not affected by this module.
 
-The forward of a block is replaced on the instance, so names in state dicts do not change. Where weights are streamed,
-they are fetched around the compiled code, not in it. A model whose blocks cannot be compiled computes as before.
+The forward of a block is replaced on the instance, so names in state dicts do not change. Streamed weights are fetched
+around the compiled code, not inside it. A model whose blocks cannot be compiled computes without compilation.
 """
 
 import warnings
@@ -21,7 +21,7 @@ from trimtab.log import say
 from trimtab.model.blocks import blocks_of
 from trimtab.model.streamed_blocks import innermost_forward, set_innermost_forward
 
-_MOST_GRAPHS = 32  # of one kind of inputs, where torch cannot make one graph for all sizes
+_MOST_GRAPHS = 32  # graphs for one kind of inputs, if torch cannot make one graph for all sizes
 _PLAIN_FORWARD = "_trimtab_uncompiled_block"
 _STATE = "_trimtab_compiled_blocks"
 
@@ -36,10 +36,10 @@ class CompiledBlocks:
     """
 
     def __init__(self, backend: str | Callable[..., Any] = "inductor") -> None:
-        self.failure: str | None = None  # the reason why every block computes uncompiled
+        self.failure: str | None = None  # the reason why all blocks are uncompiled
         self._backend = backend
-        self._functions: dict[Size, Callable[..., Any]] = {}  # by kind of inputs
-        self._known: set[Size] = set()  # sizes that need no more compilation
+        self._functions: dict[Size, Callable[..., Any]] = {}  # graphs by kind of inputs
+        self._known: set[Size] = set()  # sizes that need no further compilation
 
     def run(self, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the result of a block's own forward, computed by its graph."""
@@ -49,7 +49,7 @@ class CompiledBlocks:
         size = _describe(inputs, _size_of)
         if size in self._known:
             return self._attempt(self._function_of(inputs), own, args, kwargs)
-        if _is_capturing():  # the compiler waits for the device, which a capture in a CUDA graph forbids
+        if _is_capturing():  # the compiler waits for the device, which is forbidden while a CUDA graph is captured
             return own(*args, **kwargs)
         if not self._known:
             say("compiling blocks; what is not cached takes up to a minute")
@@ -71,7 +71,7 @@ class CompiledBlocks:
 
         try:
             return function(own, args, kwargs)
-        except (TorchDynamoException, AssertionError) as error:  # of the compiler, so nothing was computed yet
+        except (TorchDynamoException, AssertionError) as error:  # an error of the compiler: nothing was computed yet
             failure = summarize_error(getattr(error, "inner_exception", error))
         result = own(*args, **kwargs)  # raises the error again if it is not the compiler's
         self.failure = failure
@@ -88,7 +88,7 @@ class CompiledBlocks:
 
 
 def compile_blocks(model: torch.nn.Module, backend: str | Callable[..., Any] = "inductor") -> CompiledBlocks | None:
-    """Let the blocks of a model compute through graphs that are compiled when a size is met for the first time; once.
+    """Make the blocks of a model compute with graphs, which are compiled when a size first occurs; has no effect twice.
 
     Args:
         model: The model; its parameters and their names do not change.
@@ -131,9 +131,9 @@ def _replace_forward(block: torch.nn.Module) -> None:
 
 
 class _Requiring(torch.autograd.Function):
-    """Returns a copy of its input, which then requires a gradient that is never read.
+    """Return a copy of the input that requires a gradient, which is never read.
 
-    A view would be guarded by torch's compiler as such, and other inputs would need another graph.
+    torch's compiler would add a guard for a view, and other inputs would need another graph.
     """
 
     @staticmethod
@@ -146,9 +146,9 @@ class _Requiring(torch.autograd.Function):
 
 
 def _requiring_gradient(x: torch.Tensor, block: torch.nn.Module) -> torch.Tensor:
-    """Let the input of the first block (embeddings that do not train) require a gradient, like the inputs of others.
+    """Make the input of the first block (frozen embeddings) require a gradient, like the inputs of the other blocks.
 
-    All blocks have one graph then. The gradient takes a few matrix products of one block; another graph would take as
+    Then all blocks share one graph. The gradient takes a few matrix products of one block; another graph would take as
     long to compile as the first one.
     """
     if not any(parameter.requires_grad for parameter in block.parameters()):
@@ -159,7 +159,7 @@ def _requiring_gradient(x: torch.Tensor, block: torch.nn.Module) -> torch.Tensor
 
 
 def _is_observed() -> bool:
-    """Whether a compiler or a dispatch mode (a trace, selective checkpointing) has to see single operations."""
+    """Whether a compiler or a dispatch mode (a trace, selective checkpointing) must see single operations."""
     return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 
@@ -174,8 +174,8 @@ def _call(own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 def _compiled(backend: str | Callable[..., Any]) -> Callable[..., Any]:
     """A compiled `_call`.
 
-    torch keeps compiled graphs with the code object of a function and compares the guards of one after the other. With
-    a code object of its own, a kind of inputs needs few comparisons, and kinds do not count towards one recompile
+    torch stores compiled graphs with the code object of a function and checks the guards of one after another. With a
+    separate code object for each kind of inputs, few guards are checked, and the kinds do not share one recompile
     limit.
     """
     function = FunctionType(_call.__code__.replace(), globals(), "compiled_block")
@@ -184,10 +184,10 @@ def _compiled(backend: str | Callable[..., Any]) -> Callable[..., Any]:
 
 
 def inductor_options() -> dict[str, Any]:
-    """Options for the same numbers in every run: no kernel is chosen by timing, and dropout draws what torch draws.
+    """Options for reproducible numbers: no kernel is chosen by timing, and dropout draws the same numbers as torch.
 
     Inductor's own random numbers are no faster (BERT-base on an H200, 1.21 against 1.19 ms for a layer). Sums over rows
-    and over columns are fused for all sizes: inductor would have another graph for small ones.
+    and over columns are fused for all sizes: otherwise inductor would use another graph for small sizes.
     """
     from torch._inductor import config
 
@@ -203,10 +203,10 @@ def inductor_options() -> dict[str, Any]:
 
 @contextmanager
 def _compiling() -> Iterator[None]:
-    """The settings of torch while it may compile.
+    """The settings of torch during a possible compilation.
 
-    The backward is compiled with the forward, so that a failure is met before anything was computed. Two sizes that are
-    equal by chance get a symbol each. Floats (the scaling of an adapter) are constants: as symbols they would be
+    The backward is compiled with the forward, so that a failure occurs before anything was computed. Two sizes that are
+    equal by chance get separate symbols. Floats (the scaling of an adapter) are constants: as symbols they would be
     computed on the host, by C++ code whose compilation takes longer than that of all kernels of the block. torch warns
     about tensors that its compiler itself reads.
     """
@@ -233,14 +233,14 @@ def _describe(value: Any, describe: Callable[[Any], Any]) -> Any:
 
 
 def _size_of(value: Any) -> Any:
-    """The part of the key of a graph with constant sizes that a value adds."""
+    """The contribution of a value to the key of a graph with constant sizes."""
     if isinstance(value, torch.Tensor):
         return tuple(value.shape), value.dtype, value.requires_grad
     return value if _is_plain(value) else type(value)
 
 
 def _kind_of(value: Any) -> Any:
-    """The part of the key of a graph with symbolic sizes that a value adds."""
+    """The contribution of a value to the key of a graph with symbolic sizes."""
     if isinstance(value, torch.Tensor):
         return value.dim(), value.dtype, value.requires_grad
     return value if _is_plain(value) and type(value) is not int else type(value)

@@ -31,7 +31,7 @@ _FOR_ANY_MODEL = {
     *("decoder_start_token_id", "forced_eos_token_id", "tie_word_embeddings", "is_decoder", "use_cache"),
     *("attn_implementation", *(f"{role}_token_id" for role in ("pad", "bos", "eos", "sep", "cls", "mask", "unk"))),
 }
-# Keys of older config.json files that transformers moves into `rope_parameters`, where a model has these.
+# Keys of older config.json files that transformers moves into `rope_parameters`, for models that have it.
 _OLDER_ROPE = {"rope_theta", "rope_scaling", "partial_rotary_factor"}
 _SPECIAL_FLOAT = "__float__"  # transformers writes infinity to config.json as {"__float__": "Infinity"}
 _SET_BY_CONFIG = re.compile(r'\bself\.(_?[a-z]\w*) = |\bkwargs\.(?:get|pop)\("(\w+)"')
@@ -85,7 +85,7 @@ def max_positions(model_or_config: Any) -> int | None:
 
 
 def build_config(settings: dict[str, Any], tokenizer: Any, key: str) -> Any:
-    """Build a config from settings; sizes and token ids that they leave open are taken from the tokenizer.
+    """Build a config from settings; sizes and token ids that they do not set are taken from the tokenizer.
 
     Args:
         settings: `model_type` and settings of its config class.
@@ -113,7 +113,7 @@ def build_config(settings: dict[str, Any], tokenizer: Any, key: str) -> Any:
     for part in ("encoder", "decoder"):
         if isinstance(settings.get(part), Mapping):
             inner = dict(settings[part])
-            if part == "decoder" and model_type.endswith("encoder-decoder"):  # combines any two models
+            if part == "decoder" and model_type.endswith("encoder-decoder"):  # this model type combines any two models
                 inner |= {"is_decoder": True, "add_cross_attention": True}
             settings[part] = build_config(inner, tokenizer, f"{key}.{part}").to_dict()
     for name, value in _tokenizer_settings(tokenizer, model_type).items():
@@ -127,7 +127,7 @@ def build_config(settings: dict[str, Any], tokenizer: Any, key: str) -> Any:
 
 
 def _decoded(value: Any) -> Any:
-    """Settings as Python has them, from what transformers writes to a config.json."""
+    """The Python values of settings, as transformers writes them to a config.json."""
     if isinstance(value, Mapping):
         if set(value) == {_SPECIAL_FLOAT}:
             return float(value[_SPECIAL_FLOAT])

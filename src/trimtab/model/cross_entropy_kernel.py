@@ -40,7 +40,7 @@ def _losses(  # type: ignore[no-untyped-def]
         at = start + tl.arange(0, BLOCK)
         values = tl.load(logits + at, mask=at < WIDTH, other=float("-inf")).to(tl.float32)
         larger = tl.maximum(largest, tl.max(values, axis=0))
-        shift = tl.where(larger == float("-inf"), 0.0, larger)  # so far all are -inf, and -inf - -inf is NaN
+        shift = tl.where(larger == float("-inf"), 0.0, larger)  # all logits so far are -inf, and -inf - -inf is NaN
         total = total * tl.exp(largest - shift) + tl.sum(tl.exp(values - shift), axis=0)
         largest = larger
         if SMOOTHS:
@@ -53,7 +53,7 @@ def _losses(  # type: ignore[no-untyped-def]
     if SMOOTHS:
         loss = (1.0 - smoothing) * loss + smoothing * ((largest - plain_sum / WIDTH) + log_sum)
     tl.store(losses + row, loss)
-    tl.store(norms + 2 * row, largest)  # not added to the logarithm: a large sum would round it
+    tl.store(norms + 2 * row, largest)  # not added to the logarithm, because a large sum would round it
     tl.store(norms + 2 * row + 1, log_sum)
 
 
@@ -88,11 +88,11 @@ _gradient_kernel = triton.jit(_gradient, do_not_specialize_on_alignment=["labels
 
 
 def token_losses(logits_NV: Tensor, labels_N: Tensor, smoothing: float) -> tuple[Tensor, Tensor]:
-    """Return the loss of each token in fp32, 0 for ignored labels, and what `write_gradient` needs of its softmax.
+    """Return the loss of each token in fp32 (0 for ignored labels), and what `write_gradient` needs from its softmax.
 
     Args:
-        logits_NV: In bf16, fp16 or fp32; rows are contiguous.
-        labels_N: Contiguous; a label outside the vocabulary has the loss NaN.
+        logits_NV: Logits in bf16, fp16 or fp32; rows are contiguous.
+        labels_N: Labels, contiguous; a label outside the vocabulary has the loss NaN.
         smoothing: As `label_smoothing` of `torch.nn.CrossEntropyLoss`.
     """
     num_tokens, vocab = logits_NV.shape
@@ -124,14 +124,14 @@ def write_gradient(
     factors: Tensor | float,
     gradient_NV: Tensor,
 ) -> None:
-    """Write the gradient of the losses by the logits, times a factor.
+    """Write the gradient of the losses with respect to the logits, times a factor.
 
     Args:
-        logits_NV: As in `token_losses`; so are the labels and the smoothing.
-        labels_N: See there.
+        logits_NV: As in `token_losses`.
+        labels_N: As in `token_losses`.
         norms_N2: The second result of `token_losses`.
-        smoothing: See there.
-        factors: The gradient by the loss of each token, or one number for all.
+        smoothing: As in `token_losses`.
+        factors: The gradient with respect to the loss of each token, or one number for all tokens.
         gradient_NV: The result; may be `logits_NV`.
     """
     num_tokens, vocab = logits_NV.shape
@@ -165,5 +165,5 @@ def _block_of(vocab: int) -> int:
 
 
 def _device_of(tensor: Tensor) -> AbstractContextManager[Any]:
-    """Triton launches on the current device; its interpreter runs on the CPU."""
+    """Make the tensors' device current for Triton's launch; Triton's interpreter runs on the CPU."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()

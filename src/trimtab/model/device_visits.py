@@ -1,11 +1,11 @@
-"""Tensors that live in host memory and visit a device, unit by unit, in buffers that take turns.
+"""Tensors in host memory that are copied to a device when needed, unit by unit, into buffers that take turns.
 
-While the tensors of one unit are in use, those of the next are copied to another buffer, on a separate stream. With
-two buffers, what comes has to wait until what was changed before has been copied back; with three it need not. A tensor
-keeps its identity: only its data is exchanged, between host memory and a fixed place in a buffer.
+While the tensors of one unit are in use, those of the next are copied to another buffer, on a separate stream. With two
+buffers, a copy to the device has to wait until changed values were copied back; with three it does not. A tensor keeps
+its identity: only its data is swapped between host memory and a fixed position in a buffer.
 
-If the data of a unit is where `host_areas.move_to_area` put it, the unit is copied as one piece. If anything has
-replaced the data of a tensor since then, its tensors are copied one by one, from and to where they are.
+If the data of a unit is where `host_areas.move_to_area` put it, the unit is copied as one piece. If the data of any
+tensor was replaced since then, the tensors are copied one by one, from and to their current memory.
 """
 
 from collections.abc import Sequence
@@ -18,25 +18,25 @@ from trimtab.model.host_pages import HostLink
 
 
 class Visits:
-    """Tensors in host memory, in units that visit the device one after the other.
+    """Tensors in host memory, in units that are copied to the device one after another.
 
     Args:
         device: The device.
-        link: Copies between both.
-        part: What the tensors are in the anatomy of memory: "weights" or "state".
-        num_buffers: Units whose memory is on the device.
+        link: Copies between host and device.
+        part: The part of the memory anatomy that the tensors belong to: "weights" or "state".
+        num_buffers: Number of units that have memory on the device.
     """
 
     def __init__(self, device: torch.device, link: HostLink, part: str, num_buffers: int = 2) -> None:
         self._device, self._link, self._part = device, link, part
         self._num_buffers = num_buffers
         self._units: list[_Unit] = []
-        self._areas: dict[int, HostArea] = {}  # of units that were moved to one area
+        self._areas: dict[int, HostArea] = {}  # areas of units that were moved to one area
         self._buffers: list[torch.Tensor] = []
-        self._held: list[int | None] = [None] * num_buffers  # the unit whose values a buffer has, or gets
-        self._arrived: list[Any] = [None] * num_buffers  # events of copies that were not waited for
+        self._held: list[int | None] = [None] * num_buffers  # the unit whose values each buffer holds or receives
+        self._arrived: list[Any] = [None] * num_buffers  # events of copies that nothing has waited for yet
         self._sent: list[Any] = [None] * num_buffers  # events of copies back to the host
-        self._homes: list[torch.Tensor] = []  # host memory of the visiting unit
+        self._homes: list[torch.Tensor] = []  # host memory of the unit that is on the device
         self.visiting: int | None = None
 
     @property
@@ -48,7 +48,7 @@ class Visits:
         """Invalidate the buffers, because values in host memory may have changed. Allocates the buffers.
 
         Args:
-            tensors: The tensors of each unit; their data is host memory while the unit does not visit.
+            tensors: The tensors of each unit; their data is in host memory while the unit is not on the device.
         """
         assert self.visiting is None
         self._held = [None] * self._num_buffers
@@ -65,7 +65,7 @@ class Visits:
         self._areas[number] = area
 
     def fetch(self, number: int) -> None:
-        """Start to copy a unit to its buffer, unless there is no such unit or it is there."""
+        """Start to copy a unit to its buffer, unless there is no such unit or it is already there."""
         slot = number % self._num_buffers
         if not 0 <= number < len(self._units) or self._held[slot] == number:
             return
@@ -79,7 +79,7 @@ class Visits:
         self._sent[slot] = None
 
     def enter(self, number: int) -> None:
-        """Let the tensors of a unit be on the device; the current stream waits until they are."""
+        """Switch the tensors of a unit to device memory; the current stream waits for the copy."""
         self.fetch(number)
         slot, unit = number % self._num_buffers, self._units[number]
         if self._arrived[slot] is not None:
@@ -91,7 +91,7 @@ class Visits:
         self.visiting = number
 
     def leave(self, *, has_changed: bool) -> None:
-        """Let the tensors of the visiting unit be in host memory again, with their new values if they have changed."""
+        """Switch the tensors of the current unit back to host memory, with their new values if they have changed."""
         if self.visiting is None:
             return
         slot, unit = self.visiting % self._num_buffers, self._units[self.visiting]
@@ -104,13 +104,13 @@ class Visits:
         self._homes, self.visiting = [], None
 
     def _area_in_use(self, number: int) -> torch.Tensor | None:
-        """The area of a unit at rest, if the data of all its tensors is at its place there."""
+        """The area of a unit that is not on the device, if the data of all its tensors is at its place in the area."""
         area = self._areas[number].whole() if number in self._areas else None
         return area if area is not None and self._units[number].is_in(area) else None
 
 
 class _Unit:
-    """Tensors that visit together, and their places in a buffer."""
+    """Tensors that are copied together, and their places in a buffer."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], buffer: torch.Tensor) -> None:
         self.tensors, self.layout = list(tensors), _layout_of(tensors)
@@ -127,7 +127,7 @@ class _Unit:
         self._at, self._pointers = 0, [0] * len(self._filled)
 
     def is_in(self, area: torch.Tensor) -> bool:
-        """Whether the data of the tensors is in an area of host memory, each at the place that it has in the buffer."""
+        """Whether the data of the tensors is in an area of host memory, each at the same position as in the buffer."""
         at = area.data_ptr()
         if at != self._at:
             self._at, self._pointers = at, [at + begin for _, begin in self._filled]
@@ -140,6 +140,6 @@ def _layout_of(tensors: Sequence[torch.Tensor]) -> list[tuple[Any, ...]]:
 
 
 def empty_buffer(num_bytes: int, device: torch.device, part: str) -> torch.Tensor:
-    """Memory of the device for a unit; `part` is for the anatomy of a trace."""
+    """Device memory for a unit; `part` is its part of the anatomy in a trace."""
     with torch.inference_mode(False):
         return torch.empty(num_bytes, dtype=torch.uint8, device=device)

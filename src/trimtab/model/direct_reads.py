@@ -1,7 +1,7 @@
 """Linear modules whose weight other code reads without calling them, found in the source of the modules around them.
 
-Kernels of Mamba blocks take weights of linear modules as arguments, and some models compute with `self.proj.weight`.
-An adapter on such a module has no effect there, and a quantized weight cannot be read.
+Kernels of Mamba blocks take weights of linear modules as arguments, and some models compute with `self.proj.weight`. An
+adapter on such a module has no effect, and a quantized weight cannot be read.
 """
 
 import ast
@@ -18,7 +18,7 @@ import torch
 _READ = re.compile(r"\bself(\.\w+)+\.weight\b")
 _NO_VALUES = {"dtype", "device", "shape", "ndim", "size", "dim", "numel", "requires_grad", "is_meta", "is_cuda"}
 _NO_READERS = {"isinstance", "hasattr", "getattr", "id", "type"}
-_NO_FORWARD = re.compile(r"init|reset|tie_|extra_repr")  # in the names of methods that no forward calls
+_NO_FORWARD = re.compile(r"init|reset|tie_|extra_repr")  # parts of the names of methods that no forward calls
 _COMPARISONS = {
     ast.Gt: operator.gt,
     ast.GtE: operator.ge,
@@ -26,7 +26,7 @@ _COMPARISONS = {
     ast.LtE: operator.le,
     ast.Eq: operator.eq,
 }
-# DeBERTa reads it for a second pass of its last layers, which transformers has and never runs.
+# DeBERTa reads it for a second pass of its last layers, which exists in transformers but never runs.
 _NEVER_RUN = {("DisentangledSelfAttention", "in_proj")}
 
 
@@ -41,7 +41,7 @@ class _Guard(NamedTuple):
         value = getattr(module, self.attribute, None)
         try:
             return value is None or bool(self.compare(value, self.constant))
-        except (TypeError, ValueError, RuntimeError):  # not a number, or a tensor of several
+        except (TypeError, ValueError, RuntimeError):  # not a number, or a tensor of several elements
             return True
 
 
@@ -55,7 +55,7 @@ class _Read(NamedTuple):
 def directly_read(model: torch.nn.Module) -> dict[str, str]:
     """Names of the linear modules whose weights other modules may read in forward, with the class that reads them.
 
-    Code that runs on some devices only counts. Modules whose source is not available read nothing.
+    Code that runs only on some devices is included. Modules without available source are assumed to read nothing.
     """
     from transformers.pytorch_utils import Conv1D
 
@@ -92,7 +92,7 @@ def _source_file(kind: type) -> str | None:
 
 @cache
 def _reads_in_file(path: str | None) -> dict[str, tuple[_Read, ...]]:
-    """Reads by the name of the class, for one file of source."""
+    """Reads in one source file, by class name."""
     if path is None:
         return {}
     try:
@@ -134,7 +134,7 @@ def _reads_below(node: ast.AST, guards: tuple[_Guard, ...]) -> Iterator[_Read]:
 
 
 def _is_no_value(name: str) -> bool:
-    """Whether an attribute of a parameter does not depend on its values: its shape, or a mark on it."""
+    """Whether an attribute of a parameter does not depend on its values, such as its shape."""
     return name in _NO_VALUES or name.startswith("_")
 
 

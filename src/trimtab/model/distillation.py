@@ -1,9 +1,9 @@
 """The loss of a student: the labels, and the outputs of a frozen teacher, over the same items.
 
 A student learns from the teacher's probabilities at a temperature T (Kullback-Leibler divergence, times T² so that its
-gradients do not shrink with T), and if wanted from hidden states and attention probabilities. Every term is a mean over
-the items (rows or tokens) that the loss of the labels counts, so micro-batches and processes combine exactly. What is
-compared for whole rows (hidden states, attention) counts once for every item of its row.
+gradients do not shrink with T), and optionally from hidden states and attention probabilities. Every term is a mean
+over the items (rows or tokens) that the loss of the labels counts, so micro-batches and processes combine exactly.
+Terms that compare whole rows (hidden states, attention) count once for every item of the row.
 
 Shapes: B rows, L positions, V tokens or classes, K labels of a row, H heads, D hidden size.
 """
@@ -22,7 +22,7 @@ from trimtab.model.router_loss import router_loss
 
 PROBABILITIES, TOKENS = "teacher_log_probs", "teacher_tokens"  # keys of a batch with cached outputs of a teacher
 _ROW_KINDS = ("cross-entropy", "binary-cross-entropy")
-_PARTS = ("", "encoder_", "decoder_")  # of the names of a model's outputs
+_PARTS = ("", "encoder_", "decoder_")  # names of a model's outputs
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,9 @@ class LayerTerm:
     """A distance between layers.
 
     Attributes:
-        weight: Its weight in the loss; 0 = not computed.
-        layers: Layer of the student to layer of the teacher; None = evenly spaced, the last from the last.
+        weight: Its weight in the loss; 0 disables it.
+        layers: Maps layers of the student to layers of the teacher; None spaces them evenly and maps the last to the
+            last.
     """
 
     weight: float = 0.0
@@ -62,10 +63,10 @@ class DistillTerms:
 
     Attributes:
         temperature: Logits are divided by it.
-        alpha: Share of the teacher's probabilities; the labels have the rest.
+        alpha: Share of the teacher's probabilities in the loss; the labels have the rest.
         hidden: Distance between hidden states.
         attention: Distance between attention probabilities.
-        top_k: Compare only the most likely tokens, and all others as one; None = all.
+        top_k: Number of most likely tokens to compare, with all others as one; None compares all tokens.
     """
 
     temperature: float = 2.0
@@ -76,7 +77,7 @@ class DistillTerms:
 
     @property
     def outputs(self) -> dict[str, Any]:
-        """Arguments that make a model return what is compared."""
+        """Arguments that make a model return the compared outputs."""
         wanted = {"output_hidden_states": self.hidden.weight, "output_attentions": self.attention.weight}
         return {name: True for name, weight in wanted.items() if weight}
 
@@ -85,12 +86,12 @@ class DistillationLoss:
     """The loss of a student.
 
     Args:
-        kind: As in `trimtab.model.losses.build_loss`, but not "mse"; so are the next two.
+        kind: As in `trimtab.model.losses.build_loss`, except "mse".
         shifts_labels: Whether the logits at position t predict the label at t + 1.
-        label_smoothing: Of the labels' term.
+        label_smoothing: Label smoothing of the term for the labels.
         terms: The terms and their weights.
-        teacher: A frozen model in eval mode, on the student's device; None if batches contain its outputs. It is not
-            a module of the student: neither trained nor saved with it.
+        teacher: A frozen model in eval mode, on the student's device; None if batches contain its outputs. It is not a
+            module of the student: neither trained nor saved with it.
     """
 
     def __init__(
@@ -152,17 +153,17 @@ class DistillationLoss:
 
 @torch.no_grad()
 def run_teacher(teacher: torch.nn.Module, batch: Batch, terms: DistillTerms) -> Any:
-    """The outputs of a teacher; a kind without embeddings of token types gets none."""
+    """The outputs of a teacher; token types are not passed to a model without embeddings for them."""
     takes_types = (getattr(getattr(teacher, "config", None), "type_vocab_size", None) or 0) > 1
     inputs: Any = {name: value for name, value in batch.items() if name != "token_type_ids" or takes_types}
     return run_model(teacher, {**inputs, **terms.outputs})
 
 
 def soft_targets(kind: str, logits: torch.Tensor, terms: DistillTerms) -> dict[str, torch.Tensor]:
-    """What a student is compared with: log-probabilities at the temperature, by their key in a batch.
+    """The targets of a student: log-probabilities at the temperature, by their key in a batch.
 
-    With `top_k`, those of the most likely tokens and, in the last place, of all others together. For several labels per
-    row, the logits over the temperature.
+    With `top_k`, they are those of the most likely tokens and, in the last position, of all others together. For
+    several labels per row, they are the logits divided by the temperature.
     """
     scaled = logits.float() / terms.temperature
     if kind == "binary-cross-entropy":
@@ -181,9 +182,9 @@ def divergence(
 
     Args:
         kind: The kind of loss.
-        logits: The student's.
-        targets: As `soft_targets` returns them.
-        temperature: As that of the targets.
+        logits: The logits of the student.
+        targets: The result of `soft_targets`.
+        temperature: The temperature of the targets.
     """
     theirs, tokens = targets[PROBABILITIES], targets.get(TOKENS)
     if kind == "binary-cross-entropy":
@@ -201,7 +202,7 @@ def divergence(
 
 
 def _with_others(log_p: torch.Tensor, chosen: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """Append the log-probability of all tokens that are not chosen; from their sum, as 1 − the rest would cancel."""
+    """Append the log-probability of all other tokens, computed from their sum because 1 minus the rest would cancel."""
     others = log_p.scatter(-1, tokens.long(), -torch.inf).logsumexp(-1, keepdim=True)
     return torch.cat([chosen, others], -1)
 
@@ -219,7 +220,7 @@ def _binary_divergence(ours_BK: torch.Tensor, theirs_BK: torch.Tensor) -> torch.
 
 
 def _rows_apart(name: str, term: LayerTerm, ours: Any, theirs: Any, batch: Batch) -> torch.Tensor:
-    """The mean distance of the layers of each row, over its tokens without padding."""
+    """The mean distance between layers for each row, over its tokens without padding."""
     distances = []
     for part in _PARTS:
         student, teacher = (_layers(outputs, f"{part}{name}") for outputs in (ours, theirs))
@@ -252,9 +253,9 @@ def _token_mask(part: str, batch: Batch, like: torch.Tensor) -> torch.Tensor:
 def _distance(ours: torch.Tensor, theirs: torch.Tensor, *, is_hidden: bool) -> torch.Tensor:
     """The distance at each position.
 
-    Of hidden states (B, L, D) the squared distance over the teacher's squared length, so that a weight means the same
-    for all models and layers. Of attention (B, H, L, L) the squared distance, summed over what is attended to: padding
-    has probability 0 and adds nothing.
+    For hidden states (B, L, D): the squared distance divided by the teacher's squared norm, so that a weight means the
+    same for all models and layers. For attention (B, H, L, L): the squared distance, summed over the attended
+    positions; padding has probability 0 and adds nothing.
     """
     if ours.shape != theirs.shape:
         what = "hidden size" if is_hidden else "number of attention heads"

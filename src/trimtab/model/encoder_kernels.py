@@ -1,8 +1,8 @@
-"""Triton kernels between the products of an encoder's block. Imported only if Triton is installed.
+"""Triton kernels for the operations between the matrix products of an encoder block. Imported only with Triton.
 
 torch runs dropout, the residual sum and the norm as three kernels, and in backward one more for each sum over tokens:
 for gains and offsets of a norm, and for biases of linear layers. Here each group is one kernel. Backward sums over
-tokens while it computes gradients: every program adds up its tokens in registers, and one small sum over all programs
+tokens while it computes gradients: every program sums its tokens in registers, then one small sum over all programs
 follows, so results are the same in every run.
 
 Dropout hashes (seed, position), so backward drops what forward dropped without a mask.
@@ -24,7 +24,7 @@ tl: Any = importlib.import_module("triton.language")
 NORM_FORWARD = (1, 4)
 NORM_BACKWARD = (4, 4)
 ACTIVATION = (32, 128, 8)
-# Programs on a multiprocessor at a time: more would have more sums to add up afterwards.
+# Programs on a multiprocessor at the same time: more programs would leave more sums to add up afterwards.
 NORM_PROGRAMS, ACTIVATION_PROGRAMS = 2, 4
 
 # fmt: off
@@ -64,7 +64,7 @@ def _norm_forward(  # type: ignore[no-untyped-def]
         kept = _is_kept(tl.load(seeds), token, channel, threshold)
         values = tl.where(kept, values * kept_scale, 0.0)
     values += tl.load(residual + place, mask=inside, other=0.0).to(tl.float32)
-    values = values.to(total.dtype.element_ty).to(tl.float32)  # backward reads what is stored
+    values = values.to(total.dtype.element_ty).to(tl.float32)  # backward reads the stored values
     tl.store(total + place, values.to(total.dtype.element_ty), mask=inside)
     mean = tl.sum(values, axis=1)[:, None] / WIDTH
     centered = tl.where(inside, values - mean, 0.0)
@@ -185,7 +185,7 @@ def norm_backward(
     grad: Tensor | None, grad_half: Tensor | None, total: Tensor, means: Tensor, scales: Tensor, gain: Tensor,
     seed: Tensor, dropout: float, grad_x: Tensor, grad_residual: Tensor,
 ) -> Tensor:  # fmt: skip
-    """Write the gradients by x and residual; return those by gain, offset and bias, (3, C) in fp32."""
+    """Write the gradients with respect to x and residual; return those for gain, offset and bias, (3, C) in fp32."""
     num_tokens, width = total.shape
     tokens, warps = NORM_BACKWARD
     programs = min(triton.cdiv(num_tokens, tokens), NORM_PROGRAMS * _num_multiprocessors(total))
@@ -211,7 +211,7 @@ def gelu_forward(x: Tensor, bias: Tensor, result: Tensor) -> None:
 
 
 def gelu_backward(grad: Tensor, x: Tensor, bias: Tensor, grad_x: Tensor) -> Tensor:
-    """Write the gradient by x; return that by the bias, in fp32."""
+    """Write the gradient with respect to x; return that for the bias, in fp32."""
     num_tokens, width = grad.shape
     tokens, channels, warps = ACTIVATION
     columns = triton.cdiv(width, channels)
@@ -226,7 +226,7 @@ def gelu_backward(grad: Tensor, x: Tensor, bias: Tensor, grad_x: Tensor) -> Tens
 
 
 def dropout_arguments(dropout: float) -> tuple[int, float]:
-    """The threshold below which a hash drops its number, and the factor of the others."""
+    """The threshold below which a hash drops an element, and the factor for the kept ones."""
     return int(dropout * 2**32), 1.0 / (1.0 - dropout)
 
 

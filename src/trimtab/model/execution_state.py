@@ -8,7 +8,7 @@ from trimtab.model.compiled_blocks import CompiledBlocks
 
 
 class ExecutionState:
-    """The state of compiled blocks and of captured micro-batches, of which a run has one or both."""
+    """The state of compiled blocks and of captured micro-batches; a run has one or both."""
 
     def __init__(self, blocks: CompiledBlocks | None, captured: CapturedMicroBatches | None) -> None:
         self._blocks, self._captured = blocks, captured
@@ -19,7 +19,7 @@ class ExecutionState:
         return state if self._captured is None else state | {"captured": self._captured.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what both have in common: a run may have compiled before, and capture now."""
+        """Restore the states that both runs have: a run may have compiled before, and capture now."""
         of_blocks = {key: value for key, value in state.items() if key != "captured"}
         if self._blocks is not None and of_blocks:
             self._blocks.load_state_dict(of_blocks)

@@ -1,7 +1,7 @@
-"""Fused weights of experts: one parameter contains the matrices of all experts, and its module is not a linear one.
+"""Fused weights of experts: one parameter contains the matrices of all experts, and its module is not linear.
 
-transformers stores the experts of nearly all models so. PEFT adapts such a parameter with two matrices per expert
-(`target_parameters`): in each forward, the sum of the weight and the product is computed for all experts.
+transformers stores the experts of nearly all models in this way. PEFT adapts such a parameter with two matrices per
+expert (`target_parameters`): in each forward, the sum of the weight and the product is computed for all experts.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,7 +26,7 @@ def fused_experts(model: Any) -> dict[str, torch.nn.Parameter]:
 
 
 def shorten_parameter_names(names: Sequence[str], model: torch.nn.Module) -> list[str]:
-    """Shorten parameter names to their last two parts, as in PEFT's examples, where that matches only these."""
+    """Shorten parameter names to their last two parts, as in PEFT's examples, if that matches only these."""
     chosen = set(names)
     by_end: dict[str, set[str]] = {}
     for name, _ in model.named_parameters():
@@ -39,7 +39,7 @@ def _last_two(name: str) -> str:
 
 
 def adapted_names(layers: Mapping[str, Any]) -> set[str]:
-    """What PEFT's modules adapt: the names of linear modules, and of parameters that are adapted alone.
+    """The names of what PEFT's modules adapt: linear modules, and single parameters.
 
     Args:
         layers: PEFT's modules by name. Those of several parameters of one module are nested.
@@ -63,7 +63,7 @@ def adapted_parameter(layer: Any) -> torch.nn.Parameter:
 
 
 def refuse_settings(dropout: float, dora: bool, init: str | None) -> None:
-    """Refuse settings of an adapter that low-rank matrices of experts do not have.
+    """Refuse adapter settings that low-rank matrices of experts do not support.
 
     Args:
         dropout: Dropout on the adapter's input.
@@ -71,7 +71,7 @@ def refuse_settings(dropout: float, dora: bool, init: str | None) -> None:
         init: What the initial matrices are taken from; None if the product starts as zero.
 
     Raises:
-        RecipeError: PEFT does not have them: it computes the sum of weight and product, and never sees the input.
+        RecipeError: PEFT does not support them: it computes the sum of weight and product, and never sees the input.
     """
     found = {"dropout": dropout or None, "dora": dora or None, "init": init}
     for key, value in found.items():

@@ -22,14 +22,14 @@ def run_model(model: torch.nn.Module, batch: Batch) -> Any:
     config = getattr(bare, "config", None)
     if _needs_decoder_inputs(bare, config, batch):
         inputs["decoder_input_ids"] = bare.prepare_decoder_input_ids_from_labels(batch["labels"])
-    # No key-value cache in training; config.use_cache is left alone because generation needs it later.
+    # No key-value cache in training; config.use_cache does not change, because generation needs it later.
     if _uses_cache(config) and "use_cache" in inspect.signature(bare.forward).parameters:
         inputs.setdefault("use_cache", False)
     return model(**inputs)
 
 
 def _uses_cache(config: Any) -> bool:
-    """Whether a model fills a key-value cache by default; models of text and images say so in their text config."""
+    """Whether a model fills a key-value cache by default; multimodal models define it in their text config."""
     if config is None or hasattr(config, "use_cache"):
         return bool(getattr(config, "use_cache", False))
     text_config = config.get_text_config() if hasattr(config, "get_text_config") else None

@@ -1,4 +1,4 @@
-"""The code of a forward, by which modules are recognized: classes of one family repeat that of another."""
+"""The code of a forward, by which modules are recognized: many classes copy that of another family."""
 
 import inspect
 from functools import cache
@@ -7,7 +7,7 @@ from typing import Any
 
 @cache
 def code_of(function: Any) -> tuple[Any, ...] | None:
-    """Instructions, names and constants of a function without its documentation; None if it is not Python's."""
+    """Instructions, names and constants of a function without its docstring; None if it is not a Python function."""
     code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
     if code is None:
         return None

@@ -1,13 +1,13 @@
 """8-bit linear modules: weights in float8_e4m3fn with one fp32 scale per output row, multiplied in fp8.
 
-A product rounds its input to e4m3 too, with one scale per token. On GPUs with fp8 units both factors are multiplied as
-they are stored (`torch._scaled_mm`); elsewhere the same rounded values are multiplied in fp32. Layers whose sizes the
-units do not take are dequantized instead, and their inputs are not rounded.
+A product rounds its input to e4m3 too, with one scale per token. On GPUs with fp8 units both factors are multiplied in
+fp8 (`torch._scaled_mm`); elsewhere the same rounded values are multiplied in fp32. Layers whose sizes the units do not
+support are dequantized instead, and their inputs are not rounded.
 
-The gradient of the input is grad W. The units take both factors only with their inner dimension contiguous, so the
-weight is transposed for each product (a second copy would cost what fp8 saves), and the scales of its rows are
-multiplied into the gradient before that is rounded. Gradients are rounded to e4m3 as well: with a scale for each token
-its precision is worth more than the range of e5m2.
+The gradient of the input is grad W. The units need both factors with a contiguous inner dimension, so the weight is
+transposed for each product (a second copy would use the memory that fp8 saves), and the gradient is multiplied by the
+scales of the weight's rows before it is rounded. Gradients are rounded to e4m3 as well: with a scale for each token,
+its precision matters more than the range of e5m2.
 
 Shapes: x (tokens, in), weight (out, in), grad (tokens, out).
 """
@@ -37,7 +37,7 @@ class Fp8(Quantization):
     bits = "8 bits"
 
     def loading_arguments(self, auto_class: Any, config: Any, device: torch.device) -> dict[str, Any]:
-        """Let transformers call `quantized_rows` for each weight that it reads."""
+        """Make transformers call `quantized_rows` for each weight that it reads."""
         loading: Any = importlib.import_module("trimtab.model.fp8_loading")
         return {"quantization_config": loading.Fp8Config(), "device_map": {"": device}}
 
@@ -47,7 +47,7 @@ class Fp8(Quantization):
         return Fp8Linear(*quantized_rows(weight), module.bias, self.compute_dtype).train(module.training)
 
     def finish(self, model: Any) -> None:
-        """Make modules of the weights that transformers has read."""
+        """Turn the weights that transformers has read into modules."""
         for name, (module, scales) in getattr(getattr(model, "hf_quantizer", None), "scales", {}).items():
             new = Fp8Linear(module.weight.data.view(FP8), scales, module.bias, self.compute_dtype)
             model.set_submodule(name, new.train(module.training))
@@ -119,9 +119,9 @@ class Fp8Linear(torch.nn.Linear):
 
 
 class _Product(torch.autograd.Function):
-    """The product of a module; of tensors, only the module's own parameters are kept for backward.
+    """The product of a module; only the module's parameters are saved for backward.
 
-    It takes parameters instead of the module, because torch's compiler cannot keep a module for backward.
+    It takes parameters instead of the module, because torch's compiler cannot save a module for backward.
     """
 
     @staticmethod
@@ -163,9 +163,9 @@ def _multiplied(
 
 
 def _cast(product: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Cast, without a call that returns its argument: torch 2.11 compiles that to a gradient of zero.
+    """Cast a tensor, without any call that returns its argument: torch 2.11 compiles that to a gradient of zero.
 
-    In an autograd function its compiler then takes the product for a second result (pytorch issue 180642).
+    Its compiler would then treat the product of an autograd function as a second result (pytorch issue 180642).
     """
     return product if product.dtype is dtype else product.to(dtype)
 
@@ -194,7 +194,8 @@ def _scaled_product(
     right_scales: torch.Tensor,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    # Row scales are supported with bf16 results on all GPUs. Fast accumulation loses less than e4m3 has lost already.
+    # Row scales are supported with bf16 results on all GPUs. Fast accumulation loses less precision than e4m3 already
+    # has.
     return torch._scaled_mm(
         left,
         right,
@@ -207,14 +208,14 @@ def _scaled_product(
 
 
 def _has_units(device: torch.device) -> bool:
-    """Whether a device multiplies in fp8; a trace simulates one that does."""
+    """Whether a device multiplies in fp8; a trace simulates a device that does."""
     if device.type == "cuda":
         return torch.version.cuda is not None and is_supported(torch.cuda.get_device_capability(device))
     return device.type == "meta"
 
 
-# For torch's compiler, which would split a graph to ask for a capability. It is what
-# `torch.compiler.assume_constant_result` sets; that imports the compiler, which takes a second.
+# For torch's compiler, which would otherwise split the graph to query the capability. This is what
+# `torch.compiler.assume_constant_result` sets; importing the compiler takes a second.
 _has_units._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -227,7 +228,7 @@ def quantized_rows(x: torch.Tensor, factors: torch.Tensor | None = None) -> tupl
 
     Args:
         x: The matrix.
-        factors: Factors of its columns, to multiply with before.
+        factors: Factors to multiply the columns by first.
 
     Returns:
         The values divided by the scales, contiguous, and the scales as (rows, 1).
@@ -241,7 +242,7 @@ def quantized_rows(x: torch.Tensor, factors: torch.Tensor | None = None) -> tupl
 
 
 def rounded_rows(x: torch.Tensor, factors: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """`quantized_rows` in torch's operations, which its compiler fuses with those before."""
+    """`quantized_rows` in torch's operations, which its compiler fuses with the preceding ones."""
     values = x.float() if factors is None else x * factors.view(1, -1)
     largest_code, smallest = limits()
     largest = torch.linalg.vector_norm(values, float("inf"), -1, keepdim=True).clamp_(min=smallest)
@@ -249,10 +250,10 @@ def rounded_rows(x: torch.Tensor, factors: torch.Tensor | None = None) -> tuple[
 
 
 def limits() -> tuple[float, float]:
-    """The largest code, and what the largest value of a row counts as at least.
+    """The largest code, and the lower bound for the largest value of a row.
 
-    With the latter a scale and its inverse are normal fp32 numbers. Both are in a function because torch's compiler
-    takes numbers outside of functions for inputs of its graphs.
+    The bound keeps a scale and its inverse normal fp32 numbers. Both are in a function because torch's compiler treats
+    module-level numbers as inputs of its graphs.
     """
     return torch.finfo(FP8).max, 1e-35
 

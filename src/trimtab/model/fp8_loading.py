@@ -15,7 +15,7 @@ _METHOD = "trimtab_fp8"
 
 
 class Fp8Config(QuantizationConfigMixin):
-    """The argument of `from_pretrained` that chooses `Fp8Quantizer`."""
+    """The argument of `from_pretrained` that selects `Fp8Quantizer`."""
 
     def __init__(self) -> None:
         super().__init__(quant_method=_METHOD)  # type: ignore[arg-type]
@@ -26,7 +26,7 @@ class Fp8Quantizer(HfQuantizer):
     """Stores codes as the weights of unchanged modules; `Fp8.finish` replaces the modules afterwards.
 
     Attributes:
-        scales: By name of a module, the module and the scales of its rows.
+        scales: The module and the scales of its rows, by module name.
     """
 
     requires_calibration = False
@@ -38,7 +38,7 @@ class Fp8Quantizer(HfQuantizer):
         self._chosen: frozenset[str] = frozenset()
 
     def is_serializable(self) -> bool:
-        """Only adapters are saved."""
+        """Return False: only adapters are saved."""
         return False
 
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:

@@ -16,7 +16,7 @@ _BASE = "base"
 
 
 class Freezing:
-    """Freezes parameters of a model and unfreezes them when they are due.
+    """Freeze parameters of a model, and unfreeze them when they are due.
 
     A parameter that matches several patterns is unfrozen with the last of them. Parameters that were frozen before stay
     frozen.
@@ -24,7 +24,8 @@ class Freezing:
     Args:
         model: The model, before it is prepared.
         spec: Maps a pattern to the step or epoch at which its parameters are unfrozen; None for never. A pattern is
-            "base" (everything but the head) or a glob on names of modules and parameters, where `*` also matches dots.
+            "base" (everything except the head) or a glob on names of modules and parameters, where `*` also matches
+            dots.
     """
 
     def __init__(self, model: torch.nn.Module, spec: Mapping[str, Every | None]) -> None:
@@ -59,10 +60,10 @@ class Freezing:
             for parameter in parameters:
                 parameter.requires_grad_(id(parameter) not in held)
                 if id(parameter) in held:
-                    parameter.grad = None  # an optimizer would still apply a remaining gradient
+                    parameter.grad = None  # an optimizer would still apply a leftover gradient
 
     def released_later(self) -> list[torch.nn.Parameter]:
-        """The parameters that are frozen now or were, but not always."""
+        """The parameters that are, or were, frozen for a part of the run."""
         return [p for pattern, until in self._spec.items() if until is not None for p in self._held[pattern]]
 
     def at_step(self, step: int, epoch: float) -> list[str]:

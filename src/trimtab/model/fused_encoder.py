@@ -4,8 +4,8 @@ Modules are recognized by the code of their forward, which many encoders share w
 and only those of one model are changed. Results are those of the plain modules up to rounding; dropout draws one number
 from torch's generator for each call, which seeds a hash, so recomputed and resumed steps drop the same numbers.
 
-The kernels (`encoder_kernels.py`) are operations of torch's library, so that a compiler calls them as they are and a
-trace on `meta` knows their results. On a CPU the same operations run in torch's own, for tests.
+The kernels (`encoder_kernels.py`) are registered as custom torch operations, so that a compiler calls them unchanged
+and a trace on `meta` knows their results. On a CPU the same operations run with torch's own kernels, for tests.
 
 Shapes: T tokens (of all rows), C channels.
 """
@@ -29,7 +29,7 @@ _PARTNERS, _READY, _HALF = "_trimtab_partners", "_trimtab_ready", "_trimtab_half
 
 
 def use_fused_encoder(model: torch.nn.Module) -> int:
-    """Let the blocks of a model compute with fused operations; returns the number of changed modules."""
+    """Make the blocks of a model compute with fused operations; return the number of changed modules."""
     changes = [change for module in model.modules() if (change := _change_of(module)) is not None]
     for change in changes:
         change()
@@ -42,7 +42,7 @@ def has_encoder_blocks(model: torch.nn.Module) -> bool:
 
 
 def _change_of(module: torch.nn.Module) -> Callable[[], None] | None:
-    """The change of one module; None if it has none."""
+    """The change for one module; None if there is none."""
     if "forward" in module.__dict__:  # changed by another technique
         return None
     attention, output, intermediate = _codes_of_bert()
@@ -84,20 +84,20 @@ def _bind(module: torch.nn.Module, forward: Callable[..., Any]) -> None:
     module.forward = MethodType(forward, module)
 
 
-# ---------------------------------------------------------------------- results in half precision
-# Under autocast a norm returns fp32, and the linear layer after it converts that. The kernel writes both, and adds up
-# the gradients of both. Modules pass one tensor on, so the other one is an attribute of it, which that layer takes.
+# ---------------------------------------------------------------------- results in half precision Under autocast a norm
+# returns fp32, and the linear layer after it converts the result. The kernel writes both dtypes, and adds up the
+# gradients of both. Modules pass on one tensor, and the other is an attribute of it, which the linear layer reads.
 
 
 def _give_half(result: Tensor, half: Tensor) -> None:
-    if not result.is_inference():  # which have no version
+    if not result.is_inference():  # inference tensors, which have no version counter
         result.__dict__[_HALF] = half, result._version
 
 
 def _take_half(x: Tensor) -> Tensor:
-    """The same numbers in half precision if the module that made x has them, else x itself.
+    """The same numbers in half precision if the module that computed x has them, else x itself.
 
-    Not if x keeps its gradient, or if x or whether it has a gradient was changed.
+    x itself is returned if it keeps its gradient, or if x or its requires_grad was changed.
     """
     half, version = x.__dict__.pop(_HALF, (None, None))
     if half is None or version != x._version or half.requires_grad != x.requires_grad:
@@ -111,7 +111,7 @@ def _take_half(x: Tensor) -> Tensor:
 def _join_projections(attention: Any) -> None:
     """Compute three projections of the same input as one product, when the first one is called.
 
-    Modules keep their weights and names. The other two return what is ready.
+    Modules keep their weights and names. The other two return the results that are already computed.
     """
     attention.query.__dict__[_PARTNERS] = [attention.key, attention.value]
     _bind(attention.query, _project_all)
@@ -126,7 +126,7 @@ def _project_all(self: Any, x: Tensor) -> Tensor:
     bias = None if self.bias is None else torch.cat([self.bias, *(other.bias for other in others)])
     parts = functional.linear(_take_half(x), weight, bias).chunk(3, -1)
     for other, part in zip(others, parts[1:], strict=True):
-        other.__dict__[_READY][get_ident()] = x, part  # replaces what a forward that failed has left
+        other.__dict__[_READY][get_ident()] = x, part  # replaces the leftovers of a forward that failed
     return parts[0]
 
 
@@ -149,7 +149,8 @@ def _norm_of_sum(self: Any, hidden_states: Tensor, input_tensor: Tensor) -> Tens
     x = functional.linear(hidden_states, dense.weight) if is_plain else dense(hidden_states)
     bias = dense.bias if is_plain else None
     dropout = self.dropout.p if self.dropout.training else 0.0
-    seed = torch.randint(_HIGHEST_SEED, (1,), device=x.device) if dropout else norm.weight  # which is not read then
+    # the fp32 result is not read in this case
+    seed = torch.randint(_HIGHEST_SEED, (1,), device=x.device) if dropout else norm.weight
     total = torch.promote_types(x.dtype, input_tensor.dtype)
     is_autocast = torch.is_autocast_enabled(x.device.type)
     dtypes = total, torch.float32 if is_autocast else total, x.dtype if is_autocast else None
@@ -376,7 +377,7 @@ def _(grad: Tensor, x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def kept(seed: Tensor, shape: torch.Size, dropout: float) -> Tensor:
-    """Which numbers (T, C) dropout keeps, as the kernels decide it."""
+    """Which elements (T, C) dropout keeps, by the rule of the kernels."""
 
     def mixed(x: Tensor) -> Tensor:
         x = ((x ^ (x >> 16)) * 0x7FEB352D) & 0xFFFFFFFF

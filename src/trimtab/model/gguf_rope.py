@@ -1,8 +1,8 @@
 """Scaled rotary embeddings in GGUF files: written as llama.cpp reads them, and read into a config of transformers.
 
 `linear` and `yarn` are keys of the header. `llama3` is a tensor of divisors of the frequencies, which llama.cpp reads
-for the architecture `llama` alone. transformers reads neither, so the config of a file gets them here. A header has
-fewer numbers than a config, so files of trimtab have the config's own as well, in a key that llama.cpp ignores.
+only for the architecture `llama`. transformers reads neither, so this module adds them to the config. A header has
+fewer numbers than a config, so trimtab's files also contain the config's own values, in a key that llama.cpp ignores.
 """
 
 import json
@@ -34,7 +34,7 @@ def check_rope(config: Any, architecture: str, cure: str) -> None:
         cure: What to do instead.
 
     Raises:
-        ModelError: They have no form in GGUF.
+        ModelError: GGUF cannot represent them.
     """
     rope = config.rope_parameters
     kind = _kind(rope)
@@ -71,7 +71,8 @@ def add_rope(writer: Any, model: Any) -> None:
     writer.add_rope_scaling_factor(factor)
     if kind == "yarn":
         writer.add_rope_scaling_orig_ctx_len(int(rope["original_max_position_embeddings"]))
-        own = model.model.rotary_emb.attention_scaling / _yarn_scaling(factor)  # llama.cpp multiplies by the latter
+        # llama.cpp multiplies by the attention factor
+        own = model.model.rotary_emb.attention_scaling / _yarn_scaling(factor)
         if abs(own - 1) > torch.finfo(torch.float32).eps:
             writer.add_rope_scaling_attn_factors(own)
 
@@ -105,7 +106,7 @@ def check_written_rope(reader: Any, model: Any, cure: str) -> None:
 def set_rope(config: Any, path: Path) -> None:
     """Set the rotary embeddings of a config that transformers read from a GGUF file."""
     if getattr(config, "rope_parameters", None) is None:
-        return  # a model without them
+        return  # a model without rotary embeddings
     stat = path.stat()
     found = _read_rope(path, stat.st_mtime_ns, stat.st_size)
     if found is not None:
@@ -114,13 +115,13 @@ def set_rope(config: Any, path: Path) -> None:
 
 @lru_cache(maxsize=8)
 def _read_rope(path: Path, mtime_ns: int, num_bytes: int) -> Mapping[str, Any] | None:
-    """Return what a file says about scaled rotary embeddings; None if they are not scaled."""
+    """Return the settings of scaled rotary embeddings in a file; None if they are not scaled."""
     import gguf
 
     try:
         reader = gguf.GGUFReader(path)
     except (ValueError, KeyError, IndexError):
-        return None  # transformers has reported what is wrong with the file, or will
+        return None  # transformers has reported, or will report, what is wrong with the file
     if (own := reader.get_field(_OWN_KEY)) is not None:
         return _parsed(path, own.contents())
     kind, factor = _value(reader, "scaling.type", "none"), _value(reader, "scaling.factor", 1.0)
@@ -177,7 +178,7 @@ def _as_llama_cpp(reader: Any, head_size: int) -> tuple[torch.Tensor, float]:
 
 
 def _llama3_factors(rope: Mapping[str, Any], head_size: int) -> torch.Tensor:
-    """Return the divisors: 1 for short waves, the factor for long ones, and something between for those between."""
+    """Return the divisors: 1 for short waves, the factor for long ones, and interpolated values in between."""
     waves_per_context = (
         rope["original_max_position_embeddings"] * _frequencies(rope["rope_theta"], head_size) / math.tau
     )

@@ -1,9 +1,9 @@
-"""Post-accumulate-grad hooks. If memory runs out in one, backward ends before the error is raised.
+"""Post-accumulate-grad hooks. If memory runs out in a hook, backward completes before the error is raised.
 
-An exception in a hook stops a backward of torch at once. Operations that were ready to run stay in a queue, and with
+An exception in a hook stops torch's backward immediately. Operations that were ready to run stay in a queue, and with
 them all activations of the operations before them: on a CPU until the next backward of the thread, on an accelerator
 until its thread has dropped them, which may be after backward has raised. The next attempt, with a smaller micro-batch,
-would begin without that memory. So an out-of-memory error of a hook is kept, further gradients of this backward are
+would start without that memory. So an out-of-memory error of a hook is stored, further gradients of this backward are
 freed, and the error is raised when nothing is left to compute.
 """
 
@@ -26,8 +26,8 @@ _listeners: list[Callable[[], None]] = []
 def register_gradient_hook(parameter: torch.Tensor, hook: Callable[..., None], **arguments: Any) -> None:
     """Call a function with a parameter whenever its gradient is complete, also if it is unfrozen later.
 
-    The object of a bound method is not kept alive. If it refers to the parameter, nothing would ever free either of
-    them: the garbage collector does not see that torch's reference to the hook belongs to the parameter.
+    A bound method's object is referenced weakly. Otherwise, if it refers to the parameter, neither would ever be freed:
+    the garbage collector does not see that torch's reference to the hook belongs to the parameter.
 
     Args:
         parameter: The parameter.
@@ -51,7 +51,7 @@ def _call_method(find: "ref[Any]", method: Callable[..., None], parameter: torch
 
 @contextmanager
 def call_when_hooks_run_out(listener: Callable[[], None]) -> Iterator[None]:
-    """Inside the context, call a function when memory runs out in a hook, while the activations are in memory."""
+    """Inside the context, call a function if memory runs out in a hook, while the activations are still in memory."""
     _listeners.append(listener)  # not a context variable: hooks run in a thread of the device
     try:
         yield
@@ -75,10 +75,10 @@ def _call(hook: Callable[[torch.Tensor], None], parameter: torch.Tensor) -> None
         parameter.grad = None
         traceback.clear_frames(error.__traceback__)  # their variables, such as the gradient
         queue = torch.autograd.Variable._execution_engine.queue_callback
-        # twice: the second one comes after all callbacks that other hooks queue, which release what they hold
+        # twice: the second runs after all callbacks that other hooks queue, which release what they hold
         queue(partial(queue, partial(_raise, backward, [error])))
 
 
 def _raise(backward: int, kept: list[Exception]) -> None:
     _failed.discard(backward)
-    raise kept.pop()  # no variable of this frame refers to the error, whose traceback refers to the frame
+    raise kept.pop()  # no variable of this frame may refer to the error, because its traceback refers to the frame

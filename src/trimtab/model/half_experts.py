@@ -1,8 +1,8 @@
 """Fused experts under autocast: torch casts the inputs of matrix products, but not those of grouped products.
 
 transformers computes fused experts with grouped products in the dtype of their weights, which is fp32 in mixed
-precision. Here experts compute with weights and inputs that are cast as autocast casts those of linear layers; the
-gradients of the weights are fp32. Without autocast nothing changes.
+precision. Here weights and inputs of experts are cast in the same way as autocast does for linear layers; the gradients
+of the weights are fp32. Without autocast nothing changes.
 """
 
 from collections.abc import Iterator
@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 _OWN_FORWARD = "_trimtab_experts_forward"
-_GROUPED = "grouped_mm"  # the other implementations of transformers call functions that autocast knows
-_ALIGNED = 8  # numbers of 2 bytes: grouped products need rows of a multiple of 16 bytes
+_GROUPED = "grouped_mm"  # transformers' other implementations call functions that autocast handles
+_ALIGNED = 8  # alignment in numbers of 2 bytes: grouped products need rows of a multiple of 16 bytes
 
 
 def cast_experts(model: torch.nn.Module) -> None:
-    """Let the fused experts of a model compute in the dtype of autocast, where it is enabled."""
+    """Make the fused experts of a model compute in the dtype of autocast, if it is enabled."""
     for module in _experts(model):
         if _OWN_FORWARD not in module.__dict__:
             # Bound methods follow their object through copy.deepcopy; a closure over the module would not.
@@ -36,9 +36,9 @@ def restore_experts(model: torch.nn.Module) -> None:
 
 
 def _experts(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """Modules whose forward transformers chooses by the implementation of experts that a config names.
+    """Modules whose forward transformers chooses by the experts implementation in the config.
 
-    Those whose rows are aligned in fp32 alone are not changed.
+    Modules whose rows are aligned only in fp32 are not changed.
     """
     for module in model.modules():
         config = getattr(module, "config", None)

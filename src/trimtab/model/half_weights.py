@@ -1,8 +1,8 @@
-"""Weights of linear layers in half precision, converted all at once instead of layer by layer.
+"""Weights of linear layers in half precision, converted all at the same time instead of layer by layer.
 
 Under autocast every linear layer converts its fp32 weight and bias in each forward, and their gradients in each
-backward: four small kernels for each layer. Here a model computes with copies that one kernel converts, and the
-gradients of the copies are converted by one more. The numbers are those of autocast.
+backward: four small kernels for each layer. Here one kernel converts copies of all weights, with which the model
+computes, and another one converts the gradients of the copies. The numbers are those of autocast.
 """
 
 from collections import Counter
@@ -15,7 +15,7 @@ import torch
 from trimtab.model.gradient_hooks import register_gradient_hook
 
 _NAMES = ("weight", "bias")
-_EXACT = "exact"  # attribute of a parameter that was rounded
+_EXACT = "exact"  # attribute of a rounded parameter
 
 T = TypeVar("T")
 
@@ -32,8 +32,8 @@ class HalfWeights:
         self._places: list[tuple[torch.nn.Module, str]] = []
         self.parameters: list[torch.Tensor] = []
         self.copies: list[torch.Tensor] = []
-        self._adds_gradients = [True]  # in a list, which hooks of the copies keep alive, and not this object
-        self.touched: dict[torch.nn.Parameter, None] = {}  # parameters that gradients of copies were added to
+        self._adds_gradients = [True]  # in a list, which the hooks of the copies keep alive instead of this object
+        self.touched: dict[torch.nn.Parameter, None] = {}  # parameters to which gradients of copies were added
         if dtype not in (torch.float16, torch.bfloat16) or any(hasattr(module, "lora_A") for module in model.modules()):
             return
         for module, name, parameter in linear_parameters(model):
@@ -60,11 +60,11 @@ class HalfWeights:
 
     @contextmanager
     def in_use(self, *, keeps_gradients: bool = False) -> Iterator[None]:
-        """Let the model compute with copies of the present weights, in forward and backward.
+        """Make the model compute with copies of the current weights, in forward and backward.
 
         Args:
-            keeps_gradients: Whether gradients stay with the copies, for `take_gradients`; else each is added to that of
-                its parameter at once.
+            keeps_gradients: Whether gradients stay with the copies, for `take_gradients`; else each is immediately
+                added to that of its parameter.
         """
         if not self.copies:
             yield
@@ -84,9 +84,9 @@ class HalfWeights:
             module._parameters[name] = weight  # type: ignore[assignment]
 
     def only_in_forward(self, compute: Callable[[Any, Any], T]) -> Callable[[Any, Any], T]:
-        """Let a function of a model and a batch see the parameters themselves except inside the model's forward.
+        """Make a function of a model and a batch see the original parameters, except inside the model's forward.
 
-        For code of users inside `in_use`: it may read weights, or call a layer outside of autocast.
+        For user code inside `in_use`, which may read weights, or call a layer outside autocast.
         """
         if not self.copies:
             return compute
@@ -116,7 +116,7 @@ class HalfWeights:
         return computed
 
     def take_gradients(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Parameters with the gradients that their copies got; the copies have none afterwards."""
+        """Return parameters with the gradients that their copies received, and clear those of the copies."""
         found = [(p, copy.grad) for p, copy in zip(self.parameters, self.copies, strict=True) if copy.grad is not None]
         for copy in self.copies:
             copy.grad = None
@@ -127,7 +127,7 @@ def linear_parameters(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module,
     """Trainable fp32 parameters that only linear layers use, which autocast converts: module, name and parameter."""
     owners = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
     for module in model.modules():
-        # an exact type: other classes may read their weights as they like
+        # an exact type: other classes may use their weights in other ways
         for name in _NAMES if type(module) is torch.nn.Linear else ():
             parameter = module._parameters[name]
             if parameter is not None and _is_wanted(parameter) and owners[id(parameter)] == 1:
@@ -135,9 +135,9 @@ def linear_parameters(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module,
 
 
 def round_weights(parameters: Iterable[torch.nn.Parameter], dtype: torch.dtype) -> None:
-    """Keep parameters in half precision only, because a model computes with rounded ones; `take_exact` has the others.
+    """Keep parameters only in half precision, with which a model computes; `take_exact` returns the exact values.
 
-    Called before a model moves to its device, which may have no room for fp32 weights.
+    Call it before a model moves to its device, which may have no memory for fp32 weights.
     """
     for parameter in parameters:
         vars(parameter)[_EXACT] = parameter.data
@@ -145,12 +145,12 @@ def round_weights(parameters: Iterable[torch.nn.Parameter], dtype: torch.dtype) 
 
 
 def is_rounded(parameter: torch.Tensor) -> bool:
-    """Whether a parameter was rounded, and its exact values were not taken yet."""
+    """Whether a parameter was rounded, and its exact values were not yet taken."""
     return _EXACT in vars(parameter)
 
 
 def take_exact(parameter: torch.Tensor) -> torch.Tensor:
-    """The exact values of a parameter, which keeps them no longer."""
+    """Return the exact values of a parameter and remove them from it."""
     exact: torch.Tensor = vars(parameter).pop(_EXACT, parameter.detach())
     return exact
 

@@ -12,12 +12,12 @@ from trimtab.hardware.memory import free_host_memory, memory_in_use
 from trimtab.log import log_info_once
 from trimtab.units import format_bytes
 
-_ALIGNMENT = 512  # bytes, as in memory of its own: kernels may choose their algorithm by it
+_ALIGNMENT = 512  # alignment in bytes, as for separate allocations: kernels may choose their algorithm by it
 _HOST = torch.device("cpu")
 
 
 class HostArea:
-    """An area of host memory. It exists as long as the data of a tensor is in it, and this object does not keep it.
+    """An area of host memory. It exists as long as the data of a tensor is in it; this object does not keep it alive.
 
     Args:
         memory: The array that all tensors in the area are parts of.
@@ -27,7 +27,7 @@ class HostArea:
         self._memory = ref(memory)
 
     def whole(self) -> torch.Tensor | None:
-        """All bytes of the area; None if it does not exist any more."""
+        """All bytes of the area; None if it no longer exists."""
         memory = self._memory()
         return None if memory is None else torch.from_numpy(memory)
 
@@ -39,14 +39,14 @@ def empty_on_host(
 
     Args:
         tensors: The tensors; their strides are kept if they have no gaps.
-        pins: Whether to pin the area, so that copies overlap with computation; where that fails, it is ordinary memory.
-        key: The setting that needs it, for the message in that case.
+        pins: Whether to pin the area, so that copies overlap with computation; if that fails, it is ordinary memory.
+        key: The setting that needs it, for the message if pinning fails.
     """
     return _area_for(tensors, pins=pins, key=key)[1]
 
 
 def move_to_area(tensors: Sequence[torch.Tensor], *, pins: bool, key: str) -> HostArea:
-    """Move the data of tensors to one area of host memory, laid out as `places_of` says.
+    """Move the data of tensors to one area of host memory, laid out by `places_of`.
 
     Args:
         tensors: The tensors.
@@ -65,13 +65,13 @@ def _area_for(tensors: Sequence[torch.Tensor], *, pins: bool, key: str) -> tuple
     area = torch.empty(size, dtype=torch.uint8)
     if pins and size:
         _pin(area, key)
-    memory = area.numpy()  # a tensor of a part of an array has a storage of its own, which files of weights need
+    memory = area.numpy()  # a tensor on a part of an array has its own storage, which files of weights need
     parts = [memory[begin : begin + tensor.nbytes] for tensor, begin in zip(tensors, begins, strict=True)]
     return memory, [laid_out(torch.from_numpy(part), tensor) for tensor, part in zip(tensors, parts, strict=True)]
 
 
 def places_of(tensors: Sequence[torch.Tensor]) -> tuple[list[int], int]:
-    """Where tensors begin in memory that they share, in bytes, and its size."""
+    """Where tensors start in the memory that they share, in bytes, and its size."""
     begins, size = [], 0
     for tensor in tensors:
         begins.append(size)
@@ -80,7 +80,7 @@ def places_of(tensors: Sequence[torch.Tensor]) -> tuple[list[int], int]:
 
 
 def aligned(num_bytes: int) -> int:
-    """Bytes from the beginning of a tensor to that of the next one."""
+    """Bytes from the start of a tensor to the start of the next one."""
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
@@ -93,7 +93,7 @@ def laid_out(memory: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def has_no_gaps(tensor: torch.Tensor) -> bool:
-    """Whether the elements of a tensor fill its memory, in whatever order."""
+    """Whether the elements of a tensor fill its memory, in any order."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
         if size != 1 and stride != expected:
@@ -110,7 +110,7 @@ def _pin(area: torch.Tensor, key: str) -> None:
         finalize(area.untyped_storage(), runtime.cudaHostUnregister, area.data_ptr()).atexit = False
         return
     with suppress(RuntimeError):
-        torch.zeros(1, device="cuda")  # reads, and so resets, the error of that call
+        torch.zeros(1, device="cuda")  # reads, and thereby resets, the error of that call
     log_info_once(
         f"{key}: {format_bytes(area.nbytes)} of host memory cannot be pinned (CUDA error {code}); copies "
         "are slower and do not overlap with computation. Check `ulimit -l` and the memory limit of the container"
@@ -118,7 +118,7 @@ def _pin(area: torch.Tensor, key: str) -> None:
 
 
 def require_host_memory(needed_bytes: int, what: str, cure: str) -> None:
-    """Check that host memory suffices, before any of it is used.
+    """Check that there is enough host memory, before any of it is used.
 
     Args:
         needed_bytes: Bytes that will be used.
@@ -126,7 +126,7 @@ def require_host_memory(needed_bytes: int, what: str, cure: str) -> None:
         cure: What to do instead.
 
     Raises:
-        DoesNotFit: It does not.
+        DoesNotFit: There is not enough host memory.
     """
     available = free_host_memory() - memory_in_use(_HOST)
     if needed_bytes > available:

@@ -1,8 +1,8 @@
-"""Host memory for tensors that leave their device, and the copies to it and back.
+"""Host memory for tensors that are moved off their device, and the copies to it and back.
 
 Host memory is a pool of equally large pages, pinned for an NVIDIA GPU, so that copies overlap with computation. Pages
 are allocated once and used again in every step, for tensors of any size: a large tensor takes several pages, and small
-ones share a page. Pages are a power of two large, because torch rounds pinned memory up to one.
+ones share a page. The size of a page is a power of two, because torch rounds pinned memory up to one.
 """
 
 from typing import Any
@@ -14,20 +14,20 @@ from trimtab.log import say
 from trimtab.units import format_bytes
 
 PAGE_BYTES = 2**23
-Pairs = list[tuple[torch.Tensor, torch.Tensor]]  # what a copy writes, and what it reads
+Pairs = list[tuple[torch.Tensor, torch.Tensor]]  # the tensor that a copy writes, and the one that it reads
 
 
 class HostPages:
     """A pool of pages.
 
     Args:
-        pins: Whether pages are pinned; where that fails, further ones are ordinary memory.
+        pins: Whether pages are pinned; if that fails, further pages are ordinary memory.
         page_bytes: The size of a page.
     """
 
     def __init__(self, *, pins: bool, page_bytes: int = PAGE_BYTES) -> None:
         self.page_bytes = page_bytes
-        self.num_pages = 0  # that exist, in use or not
+        self.num_pages = 0  # existing pages, in use or not
         self._pins = pins
         self._free: list[torch.Tensor] = []
 
@@ -37,7 +37,7 @@ class HostPages:
         return len(self._free)
 
     def take(self) -> torch.Tensor:
-        """A page, as bytes."""
+        """Return a page, as bytes."""
         if self._free:
             return self._free.pop()
         page = self._pinned() if self._pins else None
@@ -63,7 +63,7 @@ class HostPages:
 
 
 class HostRoom:
-    """Pages that several tensors share; they go back to the pool when nothing refers to this object any more."""
+    """Pages that several tensors share; they return to the pool when nothing refers to this object any more."""
 
     def __init__(self, pool: HostPages) -> None:
         self._pool = pool
@@ -80,7 +80,7 @@ class HostRoom:
             first = self._pool.page_bytes - self._num_free
             size = min(num_bytes, self._num_free)
             found.append(self._pages[-1][first : first + size])
-            # the next tensor starts at a multiple of 16 bytes, as copies of a device prefer it
+            # the next tensor starts at a multiple of 16 bytes, which is faster for device copies
             self._num_free -= min(self._num_free, -(-size // 16) * 16)
             num_bytes -= size
         return found
@@ -90,11 +90,11 @@ class HostRoom:
 
 
 class HostLink:
-    """Copies between a device and pages, on a stream for each direction where the device is an NVIDIA GPU.
+    """Copies between a device and pages, on a stream for each direction if the device is an NVIDIA GPU.
 
-    Its methods return an event that is over when the copy is; None where the copy is done already. The tensor that is
-    sent must stay alive until the current stream has waited for the event. The tensor that is fetched belongs to the
-    current stream, which has to wait for the event before it reads it, and before its memory is freed.
+    Its methods return an event that completes with the copy; None if the copy is already done. The tensor that is sent
+    must stay alive until the current stream has waited for the event. The tensor that is fetched belongs to the current
+    stream, which has to wait for the event before it reads it, and before its memory is freed.
     """
 
     def __init__(self) -> None:
@@ -104,7 +104,7 @@ class HostLink:
         return self  # copies of a model share the streams
 
     def send(self, source: torch.Tensor, room: HostRoom) -> tuple[list[torch.Tensor], Any]:
-        """Copy bytes of a device into a room; returns where they are."""
+        """Copy bytes of a device into a room; return their location."""
         spans = room.spans(source.numel())
         parts = torch.split(source, [span.numel() for span in spans])
         return spans, self._copy(list(zip(spans, parts, strict=True)), source.device, "out")
@@ -116,7 +116,7 @@ class HostLink:
         return made, self._copy(list(zip(torch.split(made, sizes), spans, strict=True)), device, "in")
 
     def copy_in(self, pairs: Pairs, device: torch.device, after: Any = None) -> Any:
-        """Copy tensors of the host into existing memory of the device; `after` is an event to wait for before."""
+        """Copy host tensors into existing device memory; `after` is an event to wait for first."""
         return self._copy(pairs, device, "in", after)
 
     def copy_out(self, pairs: Pairs, device: torch.device) -> Any:
@@ -124,7 +124,7 @@ class HostLink:
         return self._copy(pairs, device, "out")
 
     def synchronize(self, device: torch.device) -> None:
-        """Wait until all copies are over: the host may then read, change and free its memory. A host-device sync."""
+        """Wait for all copies (a host-device sync): the host may then read, change and free its memory."""
         for direction in ("in", "out"):
             stream = self._streams.get((device, direction))
             if stream is not None:
@@ -146,7 +146,7 @@ class HostLink:
         stream = self._streams.get((device, direction))
         if stream is None:
             stream = self._streams[device, direction] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        # what is sent has been computed, and the memory of what is fetched is free, when the current stream is here
+        # when the current stream gets here, the data to send is computed, and the memory to fetch into is free
         stream.wait_stream(torch.cuda.current_stream(device))
         if after is not None:
             stream.wait_event(after)

@@ -46,7 +46,7 @@ def resolve_source(text: str, *, adapters: bool = False) -> str:
     Raises:
         ModelError: The path does not lead to a model.
     """
-    if text.startswith(_ON_A_SERVER):  # recipes, trimtab.load and the command line download these before
+    if text.startswith(_ON_A_SERVER):  # recipes, trimtab.load and the command line have already downloaded these
         raise ModelError(f"{text!r} is on a tracking server", f"download it: trimtab pull {text} DIR")
     if not text.strip():
         raise ModelError("no model is named", "name a folder that holds config.json, or a name on the hub")
@@ -95,7 +95,7 @@ def adapter_config_path(folder: str | Path) -> Path:
 
 
 def _model_folder(folder: Path, adapters: bool) -> Path:
-    outdated = sorted(folder.glob(".best.outdated-*"))  # exists if a writer was killed between its two renames
+    outdated = sorted(folder.glob(".best.outdated-*"))  # exists if the writer was killed between its two renames
     for place in (folder, folder / "best", *outdated):
         if is_adapter(place):
             if not adapters:

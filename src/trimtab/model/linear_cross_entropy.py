@@ -21,7 +21,7 @@ from trimtab.model.token_cross_entropy import kernels_of_chunks
 
 _CHUNK_BYTES = 64 * 2**20  # maximum size of a chunk's logits in fp32, and of other temporaries
 _CHUNK_BYTES_PER_LOGIT = 8  # the logits, their log-softmax in fp32 and, in half precision, the rounded gradient
-_MIN_CHUNK_TOKENS = 256  # with fewer, a product is bound by reading the weight and not by compute
+_MIN_CHUNK_TOKENS = 256  # with fewer tokens, a product is limited by reading the weight, not by compute
 # Gradients in fp16 are multiplied by this factor: fp16 underflows below 6e-8, and many probabilities of a large
 # vocabulary are smaller. A larger factor could overflow, which no loss scaler would see before the backward pass.
 _FP16_SCALE = 16.0
@@ -33,7 +33,7 @@ class Job:
 
     Args:
         label_smoothing: As in `torch.nn.CrossEntropyLoss`.
-        after: Elementwise function that the model applies to its logits before the loss; None for none.
+        after: Elementwise function that the model applies to its logits before the loss; None if there is none.
         counts_hits: Whether to count labels that are the most likely token.
         at_most: Upper bound of the number of labels, known without a host-device sync.
         softcap: The bound c if `after` is c * tanh(logits / c), for kernels that support only this function.
@@ -182,7 +182,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_sums: Tensor) -> tuple[Tensor | None, ...]:
-        """Multiply the gradients from the forward pass by that of the loss."""
+        """Multiply the gradients from the forward pass by the gradient of the loss."""
         if ctx.kept is None:
             raise RuntimeError("backward of a chunked loss can run only once: it changes its gradients in place")
         (grad_hidden, grad_weight, grad_bias, positions), ctx.kept = ctx.kept, None
@@ -219,7 +219,7 @@ class _Chunk:
         return (self._logits_CV.detach().argmax(dim=-1) == self._labels_C).sum()
 
     def gradient(self, scale: float) -> Tensor:
-        """Gradient of the summed losses, times `scale`, by the output of the head. Overwrites the chunk's buffers."""
+        """Gradient of the summed losses for the head's output, times `scale`. Overwrites the chunk's buffers."""
         grad_CV = self._log_probs_CV.exp_()
         if self._smoothing:
             grad_CV -= self._smoothing / grad_CV.shape[1]
@@ -235,7 +235,7 @@ class _Chunk:
 
 
 class _KernelChunk:
-    """The same with Triton kernels: without fp32 copies, the gradient in place of the logits if nothing is after them.
+    """A chunk with Triton kernels: no fp32 copies, and the gradient replaces the logits if nothing follows them.
 
     Args:
         kernels: See `trimtab.model.token_cross_entropy.kernels_for`.
@@ -256,7 +256,7 @@ class _KernelChunk:
         """See `_Chunk`; in the dtype of the output of the head."""
         logits_CV = self._logits_CV.detach()
         is_raw = self._logits_CV is self._raw_CV
-        grad_CV = logits_CV if is_raw else torch.empty_like(logits_CV)  # what follows the head may need its results
+        grad_CV = logits_CV if is_raw else torch.empty_like(logits_CV)  # operations after the head may need its results
         self._kernels.write_gradient(logits_CV, self._labels_C, self._norms_C2, self._smoothing, scale, grad_CV)
         if not is_raw:
             (grad_CV,) = torch.autograd.grad(self._logits_CV, self._raw_CV, grad_CV)
@@ -264,7 +264,7 @@ class _KernelChunk:
 
 
 def _after_head(raw_CV: Tensor, job: Job, needs_gradient: bool) -> Tensor:
-    """The logits of a chunk: the output of the head, and what the model does with it."""
+    """The logits of a chunk: the output of the head, after the model's operations on it."""
     if job.after is None:
         return raw_CV
     with torch.set_grad_enabled(needs_gradient):
@@ -294,7 +294,7 @@ def _add_product(sum_VD: Tensor, grad_CV: Tensor, hidden_CD: Tensor) -> None:
     if _sums_half_in_fp32(sum_VD):
         torch.addmm(sum_VD, grad_CV.t(), hidden_CD, out_dtype=torch.float32, out=sum_VD)
         return
-    # fp16 products are computed in fp32: their sum over many tokens can overflow, whatever the loss scale.
+    # fp16 products are computed in fp32: their sum over many tokens can overflow, regardless of the loss scale.
     dtype = torch.float32 if grad_CV.dtype in (torch.float16, torch.float64) else grad_CV.dtype
     hidden_CD = hidden_CD.to(dtype)
     num_rows = max(1, _CHUNK_BYTES // (4 * (hidden_CD.shape[1] + hidden_CD.shape[0])))

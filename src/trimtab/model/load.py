@@ -60,7 +60,7 @@ AUTO_CLASSES = {
     "masked-lm": "AutoModelForMaskedLM",
 }
 _NEW_PARAMETERS = "_trimtab_new_parameters"
-_MIN_DRAWN_ON_DEVICE = 500_000_000  # parameters; initializing more of them on the host takes minutes
+_MIN_DRAWN_ON_DEVICE = 500_000_000  # number of parameters; initializing more of them on the host takes minutes
 _GROWN_ROWS = "_trimtab_grown_rows"
 
 
@@ -179,7 +179,7 @@ def grown_rows(model: torch.nn.Module) -> int:
 def _pretrained(
     source: str, auto_class: Any, kind: str, head: Mapping[str, Any], trust_remote_code: bool, options: LoadOptions
 ) -> tuple[Any, list[str]]:
-    """Load a model from files; also returns remarks for the log."""
+    """Load a model from files; also return remarks for the log."""
     place = as_source(source)
     config = read_config(source, place, trust_remote_code)
     is_quantized = place.gguf_file is None and is_quantized_config(config)
@@ -199,11 +199,11 @@ def _pretrained(
             dtype="auto" if options.as_stored else options.dtype,
             trust_remote_code=trust_remote_code,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # in the head only; _check_weights refuses other mismatches
+            ignore_mismatched_sizes=True,  # only in the head; _check_weights refuses other mismatches
             **place.arguments,
             **extra,
         )
-    except (*LOAD_FAILURES, AssertionError) as error:  # torchao asserts what it expects of its settings
+    except (*LOAD_FAILURES, AssertionError) as error:  # torchao uses assertions to check its settings
         raise _no_head(source, config, kind, error) from error
     notes = _check_weights(source, model, info)
     if not notes and kind == "sequence-classification" and head:
@@ -324,12 +324,12 @@ def _from_scratch(
     if kind == "sequence-classification":
         base = {id(parameter) for parameter in model.base_model.parameters()}
         head_names = [name for name, parameter in model.named_parameters() if id(parameter) not in base]
-        setattr(model, _NEW_PARAMETERS, frozenset(head_names))  # of the random weights, the head must not be frozen
+        setattr(model, _NEW_PARAMETERS, frozenset(head_names))  # the head's random weights must not be frozen
     return model
 
 
 def _draws_on_device(auto_class: Any, config: Any, options: LoadOptions) -> bool:
-    """Whether random weights are drawn on a device: else on the host, for equal weights on every device."""
+    """Whether random weights are drawn on a device; else on the host, which gives the same weights on every device."""
     if (options.draws_on or options.device).type == "cpu":
         return False
     size: int = sum(parameter.numel() for parameter in skeleton(auto_class, config, options.dtype).parameters())
@@ -357,7 +357,7 @@ def _fit_to_tokenizer(model: Any, tokenizer: Any) -> list[str]:
 
 
 def _num_embeddings(model: Any) -> int | None:
-    """Rows of the token embeddings; None if the model names no such table: CANINE, which hashes tokens; Perceiver."""
+    """Number of rows of the token embeddings; None for models without such a table, such as CANINE and Perceiver."""
     try:
         return int(model.get_input_embeddings().weight.shape[0])
     except (NotImplementedError, AttributeError):

@@ -2,8 +2,8 @@
 
 PEFT computes in the dtype of the adapter's weights, so fp32 master weights cause an fp32 copy of every input. Here the
 master weights are cast to the compute dtype of the base in each forward, and the product is added in place to the
-output of the base. Saved for backward are the input in that dtype (one tensor, shared by the projections of a block)
-and the small inner product.
+output of the base. The tensors saved for backward are the input in that dtype (one tensor, shared by the projections of
+a block) and the small inner product.
 
 Shapes: x (tokens, in), down = A (rank, in), up = B (out, rank), inner = x A^T (tokens, rank).
 """
@@ -28,7 +28,7 @@ _CACHING_MODES = {"_CachingTorchDispatchMode", "_CachedTorchDispatchMode"}
 
 
 def bind_product(layer: Any) -> bool:
-    """Replace the forward of one of PEFT's LoRA modules by the one of this module.
+    """Replace the forward of one of PEFT's LoRA modules with the forward of this module.
 
     It still calls PEFT's forward in unsupported cases: merged, disabled or several adapters, variants such as DoRA, an
     adapter with a bias, a trainable base.
@@ -37,7 +37,7 @@ def bind_product(layer: Any) -> bool:
         layer: A LoRA module of PEFT.
 
     Returns:
-        Whether the forward was replaced: only for adapters on linear modules, and once.
+        Whether the forward was replaced, which happens once, and only for adapters on linear modules.
     """
     from transformers.pytorch_utils import Conv1D
 
@@ -59,7 +59,8 @@ def _forward(layer: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     if torch.compiler.is_compiling():
         return _traceable_sum(layer, name, x, seen)
     dtype, modes = _compute_dtype(base, x), _get_current_dispatch_mode_stack()
-    # Dispatch modes (selective checkpointing, a tracer) have to see the same operations in every call: no cache then.
+    # Dispatch modes (selective checkpointing, a tracer) must see the same operations in every call, so nothing is
+    # cached.
     rounded = seen.detach().to(dtype) if modes else _rounded(seen, dtype)
     down, up = layer.lora_A[name].weight, layer.lora_B[name].weight
     keeps_outputs = any(type(mode).__name__ in _CACHING_MODES for mode in modes)
@@ -130,17 +131,17 @@ def _rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 class _Inner(torch.autograd.Function):
-    """Computes x A^T and saves what the backward of `_BaseAndAdapter`, which follows, needs.
+    """Compute x A^T, and save what the backward of `_BaseAndAdapter`, which follows, needs.
 
-    Gradient checkpointing stops to recompute a block when all saved tensors are there. Saved here, before the product
-    of the base, the last one of a block does not need that product: an eighth of the step of a Llama.
+    Gradient checkpointing stops recomputing a block when all saved tensors exist. Because they are saved here, before
+    the product of the base, the last product of a block is not recomputed: an eighth of the step of a Llama.
     """
 
     @staticmethod
     def forward(
         ctx: Any, x: torch.Tensor, rounded: torch.Tensor, down: torch.Tensor, up: torch.Tensor, product: "_Product"
     ) -> torch.Tensor:
-        """Return an empty tensor, by which `_BaseAndAdapter` depends on this function."""
+        """Return an empty tensor that makes `_BaseAndAdapter` depend on this function."""
         with torch.autocast(x.device.type, enabled=False):  # all dtypes are explicit
             product.inner = _rows(rounded) @ down.to(product.dtype).t()
         _, _, needs_down, needs_up, _ = ctx.needs_input_grad
@@ -156,7 +157,7 @@ class _Inner(torch.autograd.Function):
 
 @dataclass
 class _Product:
-    """What one call of a module passes from `_Inner` to `_BaseAndAdapter`."""
+    """The values that one call of a module passes from `_Inner` to `_BaseAndAdapter`."""
 
     base: Any
     scale: float
@@ -166,7 +167,7 @@ class _Product:
     saved: Any = None  # the context of `_Inner`
 
     def take_inner(self) -> torch.Tensor:
-        """Return the inner product, which is kept by autograd from then on, or not at all."""
+        """Return the inner product; afterwards only autograd keeps it, if at all."""
         inner, self.inner = self.inner, None
         assert inner is not None
         return inner

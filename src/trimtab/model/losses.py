@@ -46,7 +46,7 @@ class StepLoss:
         return self._times_weight(self.value)
 
     def reported(self) -> torch.Tensor:
-        """What a training step returns of the loss: the sum, which can be added over micro-batches."""
+        """The value that a training step reports: the sum, which can be added over micro-batches."""
         return self.loss_sum()
 
     def item_loss_sum(self) -> torch.Tensor:
@@ -61,7 +61,7 @@ class StepLoss:
 
 
 class Loss(Protocol):
-    """Runs a model on a batch and returns its loss."""
+    """Run a model on a batch and return its loss."""
 
     def __call__(self, model: torch.nn.Module, batch: Batch) -> StepLoss:
         """Compute the loss of `batch` without changing it."""
@@ -103,15 +103,15 @@ def build_measure(kind: str, *, shifts_labels: bool = False, label_smoothing: fl
 
 
 def loss_from_function(function: OwnLoss) -> Loss:
-    """Make a loss from a function of the user.
+    """Make a loss from a user's function.
 
     Args:
         function: Takes the output of the model (called without labels) and the batch (with labels). Returns the mean
-            loss of the batch, or the mean and the number of items in it (by default the number of rows). No router
-            loss is added: it is in the output of the model (`outputs.aux_loss`).
+            loss of the batch, or the mean and the number of items in it (by default the number of rows). No router loss
+            is added: it is in the output of the model (`outputs.aux_loss`).
 
     Raises:
-        RecipeError: It is not a function.
+        RecipeError: `function` is not callable.
     """
     if not callable(function):
         raise RecipeError(
@@ -227,7 +227,7 @@ def _token_labels(shifts_labels: bool, logits_BLV: torch.Tensor, labels_BL: torc
 
 
 def next_tokens(labels_BL: torch.Tensor) -> torch.Tensor:
-    """The label of the next position, for each position. Slicing logits instead would copy them."""
+    """The label of the next position, for each position. Slicing the logits instead would copy them."""
     return functional.pad(labels_BL[:, 1:], (0, 1), value=IGNORED)
 
 

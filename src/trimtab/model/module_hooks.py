@@ -1,4 +1,4 @@
-"""Hooks on modules: code that computes several modules at once has to know whether somebody observes them."""
+"""Hooks on modules: code that computes several modules together must know whether any hook observes them."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -10,7 +10,7 @@ Hook = TypeVar("Hook", bound=Callable[..., Any])
 
 
 def passive(hook: Hook) -> Hook:
-    """Mark a hook that follows which module runs, and need not be called for every module."""
+    """Mark a hook that only follows which module runs, and need not be called for every module."""
     hook.__dict__[_PASSIVE] = True
     return hook
 

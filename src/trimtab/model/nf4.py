@@ -16,7 +16,7 @@ from trimtab.hardware.extras import require_extra
 from trimtab.model.block_init import skeleton
 from trimtab.model.quantization import Quantization, is_quantized, quantizable
 
-_BLOCK = 64  # weights that share one scale
+_BLOCK = 64  # number of weights that share one scale
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Nf4(Quantization):
         for name, module in list(model.named_modules()):
             if not isinstance(module, linear_4bit):
                 continue
-            if not is_quantized(module):  # not in the files, so it is newly initialized and has to be trainable
+            if not is_quantized(module):  # not in the files, so it is newly initialized and must be trainable
                 model.set_submodule(name, _plain(module))
                 continue
             weight: Any = module.weight
@@ -120,7 +120,7 @@ def dequantized(weight: Any, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _plain(module: Any) -> torch.nn.Module:
-    """Convert a Linear4bit module whose weight was never quantized to a plain linear module."""
+    """Convert a Linear4bit module whose weight was never quantized into a plain linear module."""
     num_out, num_in = module.weight.shape
     with torch.device("meta"):
         plain = torch.nn.Linear(num_in, num_out, module.bias is not None)
@@ -129,7 +129,7 @@ def _plain(module: Any) -> torch.nn.Module:
 
 
 def _forward_unaligned(module: Any, x: torch.Tensor) -> torch.Tensor:
-    """Forward for a width that is not a multiple of the block size: correct on the CPU, too (see `dequantized`)."""
+    """Forward for a width that is not a multiple of the block size; also correct on the CPU (see `dequantized`)."""
     if x.device.type != "cpu":
         return type(module).forward(module, x)  # type: ignore[no-any-return]
     apply: Any = _Product.apply

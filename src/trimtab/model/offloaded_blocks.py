@@ -1,16 +1,16 @@
-"""Moves what the blocks of a model save for backward to host memory, and fetches it when backward needs it.
+"""Move the tensors that blocks save for backward to host memory, and fetch them when backward needs them.
 
-Hooks of autograd see every tensor that a block saves. Of a recomputed block that is its input alone: what
-`torch.utils.checkpoint` saves inside is hidden from them. Of other blocks it is everything. Parameters and what they
-are views or copies of, small tensors, and tensors that other blocks get as well (masks, positions) stay on the device.
+Hooks of autograd see every tensor that a block saves. For a recomputed block this is only its input, because tensors
+that `torch.utils.checkpoint` saves inside are hidden from them. For other blocks it is everything. Parameters and their
+views or copies, small tensors, and tensors that other blocks also get (masks, positions) stay on the device.
 
-A tensor is copied out as soon as it is saved, and its memory is free after the block that saved it (the input of the
-block) or after the next one (other tensors): by then the copy is over, or the device waits for it. In backward, a block
-fetches its tensors when the first one is needed, and those of the block before it at the same time: they arrive while
-it computes. All tensors with the same memory are copied once.
+A tensor is copied to the host as soon as it is saved, and its memory is freed after the block that saved it (for the
+input of the block) or after the next one (for other tensors): by then the copy is complete, or the device waits for it.
+In backward, a block fetches its tensors when the first one is needed, and at the same time those of the block before
+it, which arrive while it computes. All tensors with the same memory are copied once.
 
-Nothing here owns what was saved: the graph of autograd does. When it is freed, by backward or after an exception, the
-pages return to their pool.
+Saved tensors are owned by the autograd graph, not by this module. When the graph is freed, by backward or after an
+exception, the pages return to their pool.
 """
 
 import weakref
@@ -23,7 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from trimtab.model.host_pages import PAGE_BYTES, HostLink, HostPages, HostRoom
 
-MIN_BYTES = 2**16  # a smaller copy takes longer to launch than its memory is worth
+MIN_BYTES = 2**16  # the launch of a smaller copy takes more time than its memory is worth
 _STATE = "_trimtab_offloaded_blocks"
 _COPIES = frozenset({"ToCopyBackward0", "TBackward0", "ViewBackward0", "TransposeBackward0"})
 
@@ -33,7 +33,7 @@ class OffloadedBlocks:
 
     Args:
         pins: Whether host memory is pinned.
-        min_bytes: Smaller tensors stay on the device; 64 KiB if left out.
+        min_bytes: Smaller tensors stay on the device; by default 64 KiB.
         page_bytes: As in `HostPages`.
     """
 
@@ -45,13 +45,13 @@ class OffloadedBlocks:
         self._first: nn.Module | None = None
         self._running: list[tuple[nn.Module, _Call, Any]] = []
         self._last: weakref.ref[_Call] | None = None
-        self._leaving: list[weakref.ref[_Moved]] = []  # copied out, and still in memory of the device
+        self._leaving: list[weakref.ref[_Moved]] = []  # copied to the host, but still in device memory
 
     def __deepcopy__(self, memo: Any) -> "OffloadedBlocks":
         return self  # copies of a model share its host memory
 
     def attach(self, blocks: Sequence[nn.Module]) -> None:
-        """Offload what these blocks save, from now on."""
+        """Offload the tensors that these blocks save, from now on."""
         self._first = blocks[0] if blocks else None
         for block in blocks:
             self._handles.append(block.register_forward_pre_hook(self._enter, with_kwargs=True))
@@ -98,7 +98,7 @@ class OffloadedBlocks:
 
 
 class _Call:
-    """One forward of a block, and what it saved."""
+    """One forward of a block, and the tensors that it saved."""
 
     def __init__(
         self, owner: OffloadedBlocks, block: nn.Module, inputs: tuple[Any, ...], before: "_Call | None"
@@ -110,7 +110,7 @@ class _Call:
         self.room = HostRoom(owner.pages)
         self.hidden = None if hidden is None else _address(hidden)
         self._device = None if hidden is None else hidden.device
-        # masks and positions, which are arguments of other blocks, too; tuples of them as well
+        # masks and positions, and tuples of them, which are also arguments of other blocks
         nested = [item for value in inputs if isinstance(value, tuple | list) for item in value]
         others = [*tensors, *(item for item in nested if isinstance(item, torch.Tensor))]
         self._kept = {_address(tensor) for tensor in others if tensor is not hidden}
@@ -121,11 +121,11 @@ class _Call:
         self._is_fetched = False
 
     def pack(self, tensor: torch.Tensor) -> Any:
-        """What autograd keeps in place of a tensor."""
+        """Return what autograd stores instead of a tensor."""
         if not self._may_leave(tensor):
             return tensor
         address = _address(tensor)
-        # a weak reference to a storage keeps its address from being used again
+        # a weak reference to a storage prevents its address from being reused
         key = address, tensor._version
         _, known = self._known.get(key, (None, None))
         moved = None if known is None else known()
@@ -153,7 +153,7 @@ class _Call:
         return address not in self._weights
 
     def fetch(self) -> None:
-        """Start to fetch everything that is still needed, once, and what the block before this one saved."""
+        """Start to fetch everything that is still needed, and what the block before this one saved; only once."""
         if self._is_fetched:
             return
         self._is_fetched = True
@@ -162,15 +162,15 @@ class _Call:
                 moved.fetch()
 
     def living(self) -> list["_Moved"]:
-        """What the graph still refers to, in the order in which backward needs it."""
+        """The saved tensors that the graph still refers to, in the order in which backward needs them."""
         return [moved for reference in reversed(self.moved) if (moved := reference()) is not None]
 
 
 class _Moved:
-    """The memory of saved tensors, on its way to the host, there, or on its way back."""
+    """The memory of saved tensors: being copied to the host, on the host, or being copied back."""
 
     def __init__(self, call: _Call, tensor: torch.Tensor, *, is_input: bool) -> None:
-        self.call, self.is_input = call, is_input  # the call owns the pages, and lives as long as what is in them
+        self.call, self.is_input = call, is_input  # the call owns the pages, and lives as long as their contents
         self.device = tensor.device
         self._link = call.owner.link
         self._here: torch.Tensor | None = _bytes_of(tensor)
@@ -179,19 +179,19 @@ class _Moved:
         self._is_awaited = True  # whether the current stream has waited for the copy back
 
     def release(self) -> None:
-        """Free the memory of the device when the copy out is over."""
+        """Free the device memory when the copy to the host is complete."""
         if self._here is not None:
             self._link.wait_sent(self._sent)
             self._here = self._sent = None
 
     def fetch(self) -> None:
-        """Start the copy back, unless the tensor is still or again on the device."""
+        """Start the copy back, unless the tensor is still, or already again, on the device."""
         if self._here is None:
             self._here, self._fetched = self._link.fetch(self._spans, self.device)
             self._is_awaited = False
 
     def bytes_here(self) -> torch.Tensor:
-        """The memory on the device, to be read by the current stream."""
+        """Return the memory on the device, for use by the current stream."""
         self.call.fetch()
         self.fetch()
         self._await()
@@ -205,7 +205,7 @@ class _Moved:
             self._fetched = None
 
     def __del__(self) -> None:
-        if not getattr(self, "_is_awaited", True):  # its memory must not be used again before the copy is over
+        if not getattr(self, "_is_awaited", True):  # its memory must not be reused before the copy is complete
             self._await()
 
 
@@ -219,7 +219,7 @@ class _Saved:
         self._size, self._stride, self._offset = tensor.size(), tensor.stride(), tensor.storage_offset()
 
     def tensor(self) -> torch.Tensor:
-        """The tensor on its device, with the strides that it had."""
+        """Return the tensor on its device, with its original strides."""
         return self._moved.bytes_here().view(self._dtype).as_strided(self._size, self._stride, self._offset)
 
 
@@ -240,7 +240,7 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _is_copy_of_weight(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a parameter in another dtype, as autocast makes them, or a view of one."""
+    """Whether a tensor is a parameter in another dtype, as created by autocast, or a view of one."""
     node = tensor.grad_fn
     while node is not None and node.name() in _COPIES:
         node = node.next_functions[0][0]
@@ -255,11 +255,11 @@ def offload_blocks(
     min_bytes: int | None = None,
     page_bytes: int = PAGE_BYTES,
 ) -> OffloadedBlocks:
-    """Let blocks of a model save their tensors for backward on the host; an earlier choice is replaced.
+    """Make blocks of a model save their tensors for backward on the host; this replaces an earlier choice.
 
     Args:
         model: The model; its parameters, their names and its outputs do not change.
-        blocks: The blocks; none ends it.
+        blocks: The blocks; an empty list ends offloading.
         pins: Whether host memory is pinned, so that copies overlap with computation.
         min_bytes: As in `OffloadedBlocks`.
         page_bytes: As in `HostPages`.

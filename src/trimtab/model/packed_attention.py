@@ -2,18 +2,18 @@
 
 A function of this module is registered in transformers' attention interface. It computes a packed batch if the call has
 row boundaries (`cu_seq_lens_q`), else it calls the implementation that it replaced. Boundaries are arguments, so a
-block that is recomputed in backward attends as it did in its forward.
+block that is recomputed in backward uses the same boundaries as its forward.
 
-Two kernels are torch's, called below `scaled_dot_product_attention` because only there do they take row boundaries and
-(the flash kernel) dropout; they run without a host-device sync. On CPUs, each row is one call of
-`scaled_dot_product_attention`.
+Two kernels are torch's. They are called directly instead of through `scaled_dot_product_attention`, because only then
+do they accept row boundaries and (the flash kernel) dropout; they need no host-device sync. On CPUs, each row is one
+call of `scaled_dot_product_attention`.
 
-Short rows of encoders are computed by kernels of our own (`short_attention.py`).
+Short rows of encoders are computed by trimtab's kernels (`short_attention.py`).
 
-Rows that are known to be equally long (`row_length`) are computed like a padded batch, by cuDNN where it can: 1.20 ms
+Rows that are known to be equally long (`row_length`) are computed like a padded batch, by cuDNN if possible: 1.20 ms
 instead of 1.98 for a layer of a Llama of 8 B parameters, 4 x 2,048 tokens, forward and backward on an H200.
 
-Shapes: T tokens of all rows, R rows, L tokens of each, H heads, D numbers in a head.
+Shapes: T tokens of all rows, R rows, L tokens of each, H heads, D head size.
 """
 
 from collections.abc import Callable
@@ -31,7 +31,7 @@ from trimtab.model.short_attention import can_compute, short_attention
 _FLASH_CAPABILITY = (8, 0)
 _HALF = (torch.float16, torch.bfloat16)
 _NAME = "trimtab_packed"
-# Arguments of transformers that change scores; no kernel here knows them.
+# Arguments of transformers that change scores; no kernel here supports them.
 _UNSUPPORTED = ("softcap", "s_aux", "position_bias")
 _NO_MASK, _CAUSAL = 0, 1  # `custom_mask_type` of torch's efficient kernel
 _CUDNN_FIRST = [
@@ -44,10 +44,10 @@ aten = torch.ops.aten
 
 
 class Kernel(IntEnum):
-    """What computes attention over packed rows."""
+    """The kernels for attention over packed rows."""
 
     ROWS = 0  # one call for each row; needs their lengths on the host
-    FLASH = 1  # half precision only; in fp32 EFFICIENT runs in its place
+    FLASH = 1  # half precision only; in fp32 EFFICIENT runs instead
     EFFICIENT = 2  # no windows in both directions
 
 
@@ -89,7 +89,7 @@ def register_packed_attention(kernel: Kernel, previous: str) -> tuple[str, str]:
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    # no word "flash" in it, which transformers would mistake for its flash-attn integration
+    # must not contain "flash", which transformers would mistake for its flash-attn integration
     name = f"{_NAME}_{kernel:d}_{previous}"
     unmasked = f"{name}_unmasked"
     AttentionInterface.register(name, _attention_function(kernel, ALL_ATTENTION_FUNCTIONS[previous]))
@@ -133,14 +133,14 @@ def _attention_function(kernel: Kernel, previous: Callable[..., Any]) -> Callabl
 
 
 def _refuse(module: Any, *args: Any, **kwargs: Any) -> Any:
-    """Without masks and boundaries, tokens would attend to other rows."""
+    """Refuse calls without masks and boundaries, in which tokens would attend to other rows."""
     raise ValueError(f"the boundaries of packed rows did not reach {type(module).__name__}: use padded batches")
 
 
 def _in_one_dtype(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Cast as autocast would: its list has `scaled_dot_product_attention`, but not the operations below it.
+    """Cast as autocast would: its list contains `scaled_dot_product_attention`, but not the operations called here.
 
-    Rotary embeddings and norms of queries and keys give fp32 under autocast, values are in half precision.
+    Under autocast, rotary embeddings and norms return queries and keys in fp32, while values are in half precision.
     """
     device = tensors[0].device.type
     # not `is_autocast_available`, at which torch 2.11 splits the graph of a compiled block
@@ -168,14 +168,14 @@ def packed_attention(
         key_1HTD: Keys; with fewer heads if several query heads share one.
         value_1HTD: Values.
         boundaries: Start offsets of the rows, then T; int32. Rows may be empty.
-        max_length: At least the length of the longest row, filler included: the output of tokens beyond it would be
+        max_length: At least the length of the longest row, including filler: the output of tokens beyond it would be
             undefined on a GPU.
-        kernel: What computes it.
+        kernel: The kernel.
         row_length: The length of every row, if all are equally long and nothing else is in the batch.
-        max_row_length: If the last row is filler, a bound of the length of the others: what is computed for filler is
-            any finite number then.
-        **options: `is_causal`; `window`, the number of tokens that a token attends to in one direction, itself
-            included, or None; `scale` of the scores, or None for 1/√D; `dropout`, a probability.
+        max_row_length: If the last row is filler, a bound for the length of the others: the output for filler is then
+            any finite number.
+        **options: `is_causal`; `window`, the number of tokens that a token attends to in one direction, including
+            itself, or None; `scale` of the scores, or None for 1/√D; `dropout`, a probability.
 
     Returns:
         The output as (1, T, H, D).
@@ -201,7 +201,7 @@ def packed_attention(
 
 
 def _is_plain(row_length: int, *, window: int | None, dropout: float, **_: Any) -> bool:
-    """Whether a kernel for padded rows computes it without a mask; with dropout, flash for packed rows is faster."""
+    """Whether a kernel for padded rows can compute it without a mask; with dropout, flash for packed rows is faster."""
     return not dropout and (window is None or window >= row_length)
 
 
@@ -290,10 +290,11 @@ def _efficient(
 ) -> torch.Tensor:
     key_1HTD, value_1HTD = (_repeat_heads(x, query_1HTD) for x in (key_1HTD, value_1HTD))
     query, key, value = (x.transpose(1, 2) for x in (query_1HTD, key_1HTD, value_1HTD))
-    longest = min(max_length, query.shape[1])  # the kernel refuses more
+    longest = min(max_length, query.shape[1])  # the kernel rejects larger ones
     if window is not None and window >= longest:
         window = None
-    # Seen on an H200 with torch 2.11: 6% of the weights of packed rows are not dropped alike.
+    # Observed on an H200 with torch 2.11: forward and backward drop different weights for 6% of the weights of packed
+    # rows.
     if dropout and query.device.type != "meta":
         raise ValueError("torch's efficient attention kernel drops other weights in backward: use half precision")
     if window is not None and not is_causal:
@@ -306,7 +307,7 @@ def _efficient(
 
 
 class _EfficientAttention(torch.autograd.Function):
-    """Torch's efficient kernel. Its own derivative forgets the window."""
+    """Torch's efficient kernel, with a correct derivative: its own ignores the window."""
 
     @staticmethod
     def forward(
@@ -363,7 +364,7 @@ def _efficient_attention_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """A custom operation around torch's, because torch's shape function for it lacks an argument.
 
-    A compiler and a trace on `meta` ask for shapes.
+    A compiler and a trace on `meta` need shapes.
     """
     output, boundaries, logsumexp, seed, offset = others
     gradients = aten._efficient_attention_backward(
@@ -397,7 +398,7 @@ def _(grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.T
 # ---------------------------------------------------------------------- rows on a CPU
 
 
-# lengths are values: a compiled block would be compiled again for every batch
+# lengths are values: a block would be compiled again for every batch
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _rows(
     query_1HTD: torch.Tensor,
@@ -416,7 +417,7 @@ def _rows(
     if max(lengths) > max_length:
         raise ValueError(f"a row has {max(lengths)} tokens, but max_length_q is {max_length}")
     outputs = []
-    # not slices: backward of a slice allocates the gradient of all tokens, for each row
+    # not slices: the backward of a slice allocates the gradient of all tokens, for each row
     parts = (torch.split(x, lengths, 2) for x in (query_1HTD, key_1HTD, value_1HTD))
     for query, key, value in zip(*parts, strict=True):
         length = query.shape[2]

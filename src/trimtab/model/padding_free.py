@@ -1,14 +1,14 @@
 """Padding-free batches: which models can run them, and how a model is prepared for them.
 
-A packed batch has the tokens of all rows one after the other, and no attention mask:
+A packed batch contains the tokens of all rows one after another, and no attention mask:
 
 - `input_ids`, `position_ids` and, if the model has them, `token_type_ids`: (1, T). Positions count from 0 in each row.
 - `cu_seq_lens_q`, `cu_seq_lens_k`: one int32 tensor with the start offsets of R rows, the start of the filler row, T.
   The filler row at the end rounds T up; it may be empty, and its output is ignored.
-- `max_length_q`, `max_length_k`: ints, at least the length of the longest row, filler included.
+- `max_length_q`, `max_length_k`: ints, at least the length of the longest row, including filler.
 
-Experts compute filler, too, and nothing reads the result. Auxiliary losses of routers are means over tokens, so for
-them filler is masked.
+Experts also compute filler, but nothing reads the result. Auxiliary losses of routers are means over tokens, so filler
+is masked for them.
 
 transformers passes these names on to attention functions. Heads with one output per token return (1, T, …). Heads with
 one output per row read only the first token of each row, so the encoder returns those as (R, 1, H).
@@ -22,18 +22,18 @@ import torch
 
 from trimtab.model.packed_attention import Kernel, register_packed_attention
 
-LENGTHS = "cu_seq_lens_q"  # in the inputs of a packed batch, and only there
+LENGTHS = "cu_seq_lens_q"  # only the inputs of a packed batch contain it
 _ROW_KIND = "sequence-classification"
 # A method of transformers' models that looks for padding in batches without a mask, which is a host-device sync.
 _PADDING_WARNING = "warn_if_padding_and_no_attention_mask"
-# Of torch's attention kernels; on some GPUs the backward of larger heads has no room for dropout.
+# Limit of torch's attention kernels; on some GPUs, the backward of larger heads does not support dropout.
 _HEAD_ALIGNMENT, _MAX_HEAD_SIZE, _MAX_HEAD_SIZE_WITH_DROPOUT = 8, 256, 192
 _ATTENTION_DROPOUTS = ("attention_dropout", "attention_probs_dropout_prob", "attn_pdrop")
 
 
 @dataclass(frozen=True)
 class _Encoder:
-    """Where an encoder computes.
+    """The position of an encoder in a model.
 
     Attributes:
         stack: Module of the base model whose output the head or pooler reads; "" for the base model itself.
@@ -44,7 +44,7 @@ class _Encoder:
     counts_from_padding: bool = False
 
 
-# Types of models that the tests compare with padded batches.
+# Model types that the tests compare with padded batches.
 _ENCODERS = {
     "albert": _Encoder(),
     "bert": _Encoder(),
@@ -126,7 +126,7 @@ def find_problem(model: Any, model_kind: str, kernel: Kernel | None) -> str | No
 
 
 def _config_problem(config: Any, model_kind: str) -> str | None:
-    """Settings that change what a model of a known type computes."""
+    """Settings that change the computation of a model of a known type."""
     if model_kind == _ROW_KIND and getattr(config, "classifier_pooling", "cls") != "cls":
         return f"classifier_pooling: {config.classifier_pooling} reads all tokens of a row"
     if model_kind != "causal-lm" and getattr(config, "is_decoder", False):
@@ -138,7 +138,7 @@ def _config_problem(config: Any, model_kind: str) -> str | None:
 
 
 def _attention_problem(model: Any) -> str | None:
-    """Packed batches need an attention function that transformers looks up by name, with the masks of "sdpa"."""
+    """Check that transformers looks up the attention function by name and builds the masks of "sdpa"."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -165,7 +165,7 @@ def _kernel_problem(config: Any, kernel: Kernel) -> str | None:
 
 
 def _attention_dropout(config: Any) -> float:
-    """The largest setting of a config for it; models have different names."""
+    """The largest attention dropout in a config; models have different names for it."""
     return max(float(getattr(config, name, 0) or 0) for name in _ATTENTION_DROPOUTS)
 
 
@@ -173,10 +173,10 @@ def _attention_dropout(config: Any) -> float:
 
 
 def enable(model: Any, model_kind: str, kernel: Kernel) -> None:
-    """Let a model take packed batches, in place; padded ones are computed as before.
+    """Make a model accept packed batches, in place; padded ones are computed as before.
 
     Args:
-        model: A model without a problem, see `find_problem`. Nothing happens if it is enabled already.
+        model: A model without a problem, see `find_problem`. Nothing happens if it is already enabled.
         model_kind: As for `find_problem`.
         kernel: As for `find_problem`; on the `meta` device the kernel to simulate.
     """
@@ -201,9 +201,9 @@ def _ignore(*args: Any, **kwargs: Any) -> None:
 
 
 class _Switch:
-    """Hooks around a model's forward: a packed batch gets no masks, and its positions as the model stores them.
+    """Hooks around a model's forward: a packed batch gets no masks, and positions in the model's convention.
 
-    Only masks depend on it. The attention function sees by its arguments whether a batch is packed, also when a block
+    Only masks depend on it. The attention function sees from its arguments whether a batch is packed, also when a block
     is recomputed after the forward.
     """
 
@@ -227,11 +227,11 @@ class _Switch:
         return args, kwargs | positions | self._arguments | _router_mask(model, kwargs)
 
     def end_forward(self, *_: Any) -> None:
-        """Build masks again: parts of a model can be called without the model."""
+        """Build masks again, because parts of a model can be called without the model."""
         self._set(self._names[0])
 
     def _install(self) -> None:
-        """Put the attention function in place, also if another implementation was chosen since the last forward."""
+        """Set the attention function, even if another implementation was chosen since the last forward."""
         current = self._configs[0]._attn_implementation
         if current not in self._names:
             self._names = register_packed_attention(self._kernel, current)
@@ -243,7 +243,7 @@ class _Switch:
 
 
 def _router_mask(model: Any, kwargs: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """The mask with which a model computes the auxiliary loss of its routers; attention gets none of it."""
+    """The mask for the auxiliary loss of a model's routers; attention does not use it."""
     if getattr(model.config, "output_router_logits", None) is not True:
         return {}
     boundaries, ids = kwargs[LENGTHS], kwargs["position_ids"]

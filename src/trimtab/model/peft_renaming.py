@@ -1,4 +1,4 @@
-"""PEFT renames the targets of adapters that were trained with transformers 4; ours must keep their names.
+"""Keep the names of adapter targets, which PEFT renames as if they were trained with transformers 4.
 
 Experts were single modules in transformers 4, and PEFT applies an adapter on modules named `down_proj` to the fused
 experts of transformers 5. For DeepSeek, GLM-4-MoE and about twenty other types it does so for every adapter, although
@@ -42,7 +42,7 @@ def kept_names(keeps: bool = True) -> Iterator[None]:
 
 
 def renamed_targets(config: Any, model: torch.nn.Module) -> set[str]:
-    """Those target modules of an adapter's config which PEFT itself would replace by expert weights of this model."""
+    """The target modules in an adapter's config that PEFT itself would replace with expert weights of this model."""
     from peft.utils import transformers_weight_conversion as conversion
 
     renamed = copy.deepcopy(config)
@@ -51,7 +51,7 @@ def renamed_targets(config: Any, model: torch.nn.Module) -> set[str]:
 
 
 def are_names_of(model: torch.nn.Module, tensors: Iterable[str]) -> bool:
-    """Whether the tensors of an adapter belong to modules of this model, so that nothing has to be renamed.
+    """Whether the tensors of an adapter belong to modules of this model, so nothing has to be renamed.
 
     Args:
         model: The base model.

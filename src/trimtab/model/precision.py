@@ -1,8 +1,8 @@
-"""Precision of a model: the dtypes of its computation and its weights. Its outputs are fp32 unless a loss needs others.
+"""Precision of a model: the dtypes of its computation and weights. Outputs are fp32 unless a loss needs another dtype.
 
 `fp16` and `bf16` are mixed precision: the forward runs under autocast, and trainable parameters are fp32 whatever dtype
-they were loaded in, so small updates are not lost and fp16 gradients can be unscaled. `bf16-pure` has bf16 weights
-only; small updates are not lost if the optimizer rounds stochastically. `tf32` is fp32 with tf32 matrix products.
+they were loaded in, so small updates are not lost and fp16 gradients can be unscaled. `bf16-pure` has only bf16
+weights; small updates are not lost if the optimizer rounds stochastically. `tf32` is fp32 with tf32 matrix products.
 """
 
 import dataclasses
@@ -88,7 +88,7 @@ class Precision:
 
 @contextmanager
 def half_precision_outputs() -> Iterator[None]:
-    """Let models return outputs in the dtype that they were computed in, for code that needs no fp32 copies."""
+    """Make models return outputs in the dtype that they were computed in, for code that needs no fp32 copies."""
     before = _keeps_half.set(True)
     try:
         yield
@@ -97,7 +97,7 @@ def half_precision_outputs() -> Iterator[None]:
 
 
 def _signature_of(wrapped: Any, function: Any) -> Any:
-    """Let `inspect.signature` of a wrapper return the parameters of the wrapped forward."""
+    """Make `inspect.signature` of a wrapper return the parameters of the wrapped forward."""
     function.__wrapped__ = getattr(wrapped, "__func__", wrapped)
     function.__doc__ = wrapped.__doc__
     return function

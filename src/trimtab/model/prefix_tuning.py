@@ -1,8 +1,8 @@
 """Prefix tuning: trainable keys and values before those of each row, in every block, as in PEFT.
 
-Blocks get them through the argument that holds the cache of a generation. Where there is no generation it is a cache
-that stores nothing: a block that is computed again finds the same keys and values. In a generation the prefix is put
-into the cache once; only masks and positions count it.
+Blocks get them through the argument for the key-value cache of generation. Outside generation this is a cache that
+stores nothing, so a recomputed block gets the same keys and values. In generation the prefix is put into the cache
+once; afterwards only masks and positions take it into account.
 """
 
 import inspect
@@ -25,14 +25,14 @@ class PrefixSpec:
     """Configuration of prefix tuning.
 
     Attributes:
-        tokens: Number of virtual tokens, whose keys and values train.
+        tokens: Number of virtual tokens, whose keys and values are trained.
     """
 
     tokens: int = 20
 
 
 class _PrefixLayer(DynamicLayer):  # type: ignore[no-untyped-call]
-    """The keys and values of one block; those of rows are returned after them, and not stored."""
+    """The keys and values of one block, returned before those of the rows, which are not stored."""
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -42,13 +42,13 @@ class _PrefixLayer(DynamicLayer):  # type: ignore[no-untyped-call]
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The prefix and the states of rows."""
+        """Return the prefix followed by the states of the rows."""
         keys, values = self._prefix
         return _with_prefix(keys, key_states), _with_prefix(values, value_states)
 
 
 class PrefixCache(Cache):
-    """Gives every block its prefix, and stores nothing.
+    """A cache that gives every block its prefix, and stores nothing.
 
     Args:
         states: Keys and values of each block.
@@ -58,7 +58,7 @@ class PrefixCache(Cache):
 
     def __init__(self, states: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         super().__init__(layers=[_PrefixLayer(keys, values) for keys, values in states])
-        self.requires_grad = any(keys.requires_grad for keys, _ in states)  # whether the prefix trains
+        self.requires_grad = any(keys.requires_grad for keys, _ in states)  # whether the prefix is trainable
 
 
 def _with_prefix(prefix: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
@@ -93,7 +93,7 @@ class PrefixTokens(nn.Module):
         return [(rows[index], rows[index + 1]) for index in range(0, 2 * self._num_blocks, 2)]
 
     def before(self, base: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
-        """Pass the prefix where the cache belongs, or put it into an empty cache; masks and positions count it."""
+        """Pass the prefix as the cache, or put it into an empty cache; adjust masks and positions."""
         names = list(inspect.signature(base.forward).parameters)[: len(args)] if args else []
         values = {**dict(zip(names, args, strict=True)), **kwargs}
         num = len(self.weight)
@@ -129,7 +129,7 @@ def check_prefix(model: Any, kept: Sequence[str]) -> None:
     """Refuse models that cannot be tuned by a prefix.
 
     Raises:
-        RecipeError: With the reason.
+        RecipeError: The model cannot be tuned; the message says why.
     """
     check_prompt(model, kept, "prefix")
     config, cure = model.config.get_text_config(), "adapter: prompt or lora"
@@ -154,7 +154,7 @@ def attach_prefix(model: Any, config: Any) -> None:
 
 
 def prefix_config(model: Any, num_tokens: int, base: tuple[str | None, str | None]) -> Any:
-    """PEFT's config of a prefix. Where heads share keys and values, heads are those of keys, as PEFT has it."""
+    """PEFT's config of a prefix. If heads share keys and values, heads are those of keys, as in PEFT."""
     from peft import PrefixTuningConfig
 
     text = model.config.get_text_config()

@@ -1,9 +1,9 @@
 """Base models with quantized weights: which modules are quantized, and how such a model is loaded or built.
 
-How weights are stored is up to the subclasses of `Quantization`: `nf4.Nf4` and `fp8.Fp8`. Only the base model is
-quantized, not the output layer nor a task head. The whole model is never held unquantized: files are read tensor by
-tensor, a model from a config is initialized block by block. Quantized parameters are integers, so nothing that trains
-or converts floating-point parameters changes them.
+Subclasses of `Quantization` define how weights are stored: `nf4.Nf4` and `fp8.Fp8`. Only the base model is quantized,
+neither the output layer nor a task head. The whole model is never held unquantized: files are read tensor by tensor, a
+model from a config is initialized block by block. Quantized parameters are integers, so nothing that trains or converts
+floating-point parameters changes them.
 """
 
 import gc
@@ -23,7 +23,7 @@ from trimtab.model.blocks import blocks_of
 from trimtab.model.direct_reads import directly_read
 from trimtab.units import format_bytes
 
-_MAX_NAMED = 3  # modules that a warning names
+_MAX_NAMED = 3  # number of modules that a warning names
 _DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 SCALE_BITS = torch.int32  # dtype of parameters that store the bits of fp32 scales
 
@@ -35,7 +35,7 @@ class Quantization(ABC):
     Attributes:
         compute_dtype: Dtype of products with its weights.
         name: Its name in messages, and its key in the facts of an exported adapter.
-        bits: Bits of a weight, in words.
+        bits: Bits of a weight, as text.
         package: The optional package that it needs; None if it needs none.
     """
 
@@ -49,7 +49,7 @@ class Quantization(ABC):
         """Check that its package is installed.
 
         Raises:
-            MissingDependency: With the command that installs it.
+            MissingDependency: The package is missing; the message has the command that installs it.
         """
         if self.package is not None:
             require_extra(self.package, f"an {self.name} base")
@@ -64,7 +64,7 @@ class Quantization(ABC):
 
     @abstractmethod
     def finish(self, model: Any) -> None:
-        """Prepare modules that are quantized, and turn those that are not in the files into plain modules."""
+        """Prepare quantized modules, and turn those that are not in the files into plain modules."""
 
     @abstractmethod
     def rounded(self, weight: torch.Tensor) -> torch.Tensor:
@@ -77,7 +77,7 @@ class LoadOptions:
 
     Attributes:
         dtype: Dtype of the weights that are not quantized.
-        quantization: How the base model is quantized; None for not at all.
+        quantization: How the base model is quantized; None if it is not.
         device: Device of the model.
         draws_on: Device that draws random weights; None for `device`.
         as_stored: Whether weights keep the form in which a folder stores them, instead of `dtype`.
@@ -157,9 +157,9 @@ def _count_words(count: int) -> str:
 
 
 def quantizable(model: Any) -> list[str]:
-    """Names of the linear modules of the base model, without heads and modules that have to stay in fp32.
+    """Names of the linear modules of the base model, without heads and modules that must stay in fp32.
 
-    Modules whose weight other code reads directly are not quantized either: it would read packed integers.
+    Modules whose weight other code reads directly are not quantized either: the code would read packed integers.
     """
     from transformers.pytorch_utils import Conv1D
 

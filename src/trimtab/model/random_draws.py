@@ -1,4 +1,4 @@
-"""Draws the same random numbers again where something is computed a second time for backward."""
+"""Draw the same random numbers again when something is computed a second time for backward."""
 
 from typing import Any
 

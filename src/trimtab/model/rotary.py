@@ -1,9 +1,9 @@
-"""Rotary position embeddings of one model by a fused kernel instead of ten operations for each block.
+"""Rotary position embeddings of one model with a fused kernel instead of ten operations per block.
 
-Modules of attention call a function of their file, `apply_rotary_pos_emb`. Here a module gets a copy of its forward
-that sees another function under that name, so other models of the same classes do not change. Only functions with the
-code of Llama's are replaced. liger-kernel's function is not used because it writes over queries and keys, which code
-that keeps products for backward (`gradient_checkpointing: ops`) would not notice.
+Attention modules call a function of their file, `apply_rotary_pos_emb`. Here a module gets a copy of its forward that
+sees another function under that name, so other models of the same classes do not change. Only functions with the code
+of Llama's are replaced. liger-kernel's function is not used because it overwrites queries and keys, which code that
+keeps products for backward (`gradient_checkpointing: ops`) would not notice.
 """
 
 from collections.abc import Callable, Hashable
@@ -18,11 +18,11 @@ from torch.autograd.function import once_differentiable
 from trimtab.model.forward_code import code_of
 
 _NAME = "apply_rotary_pos_emb"
-_HELPER = "rotate_half"  # which that function calls
+_HELPER = "rotate_half"  # functions that the rotary function calls
 
 
 class Rotate(Hashable, Protocol):
-    """Rotates heads, or turns the gradient of rotated ones back; see `rotary_kernel.rotate`."""
+    """Rotate heads, or rotate their gradients back; see `rotary_kernel.rotate`."""
 
     def __call__(
         self, x_BHLD: Tensor, cos_BLD: Tensor, sin_BLD: Tensor, dtype: torch.dtype, *, is_backward: bool
@@ -31,11 +31,11 @@ class Rotate(Hashable, Protocol):
 
 
 def use_fused_rotary(model: torch.nn.Module, rotate: Rotate) -> int:
-    """Let the attention of a model rotate queries and keys with a kernel.
+    """Make the attention of a model rotate queries and keys with a kernel.
 
     Args:
         model: The model.
-        rotate: The kernel, or what stands in for it.
+        rotate: The kernel, or its replacement in a trace.
 
     Returns:
         The number of modules that use it.
@@ -52,7 +52,7 @@ def use_fused_rotary(model: torch.nn.Module, rotate: Rotate) -> int:
 def rotate_with_triton(
     x_BHLD: Tensor, cos_BLD: Tensor, sin_BLD: Tensor, dtype: torch.dtype, *, is_backward: bool
 ) -> Tensor:
-    """The kernel, imported when it is called."""
+    """Call the kernel, which is imported at the first call."""
     from trimtab.model.rotary_kernel import rotate
 
     return rotate(x_BHLD, cos_BLD, sin_BLD, dtype, is_backward=is_backward)
@@ -61,14 +61,14 @@ def rotate_with_triton(
 def rotate_in_trace(
     x_BHLD: Tensor, cos_BLD: Tensor, sin_BLD: Tensor, dtype: torch.dtype, *, is_backward: bool
 ) -> Tensor:
-    """Allocate and move what the kernel does."""
+    """Allocate and move the same data as the kernel."""
     num_rows, num_heads, num_tokens, width = x_BHLD.shape
     result_BLHD = x_BHLD.new_empty((num_rows, num_tokens, num_heads, width), dtype=dtype)
     return result_BLHD.transpose(1, 2).copy_(x_BHLD)
 
 
 class _Rotation(torch.autograd.Function):
-    """Keeps cosines and sines, which all blocks share."""
+    """Rotation that saves only cosines and sines, which all blocks share."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, rotate: Rotate) -> Tensor:
@@ -100,7 +100,7 @@ def _fused(rotate: Rotate) -> Callable[..., tuple[Tensor, Tensor]]:
 
 @cache
 def _with_other_rotary(forward: FunctionType, apply: Callable[..., Any]) -> FunctionType:
-    """A copy of a forward that calls another function; one for all modules of a class."""
+    """A copy of a forward that calls another rotary function; one copy for all modules of a class."""
     seen = forward.__globals__ | {_NAME: apply}
     copied = FunctionType(forward.__code__, seen, forward.__name__, forward.__defaults__, forward.__closure__)
     copied.__kwdefaults__, copied.__annotations__ = forward.__kwdefaults__, forward.__annotations__
@@ -110,7 +110,7 @@ def _with_other_rotary(forward: FunctionType, apply: Callable[..., Any]) -> Func
 
 @cache
 def _calls_llama_rotary(forward: Any) -> bool:
-    """Whether a forward calls a function that computes what Llama's does."""
+    """Whether a forward calls a function with the same code as Llama's."""
     from transformers.models.llama import modeling_llama
 
     if not isinstance(forward, FunctionType) or _NAME not in forward.__code__.co_names:

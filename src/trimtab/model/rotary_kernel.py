@@ -1,7 +1,7 @@
 """The Triton kernel of rotary position embeddings. Imported only if Triton is installed.
 
 One program rotates all heads of one token, with fp32 arithmetic in registers: every number is read and written once.
-Shapes: B rows, H heads, L positions, D numbers of a head.
+Shapes: B rows, H heads, L positions, D head size.
 """
 
 import importlib
@@ -14,7 +14,7 @@ from torch import Tensor
 triton: Any = importlib.import_module("triton")
 tl: Any = importlib.import_module("triton.language")
 
-_NUMBERS_PER_WARP = 1024  # of a half of all heads
+_NUMBERS_PER_WARP = 1024  # numbers in one half of all heads
 
 
 # fmt: off
@@ -53,13 +53,13 @@ _kernel = triton.jit(_rotate)
 
 
 def rotate(x_BHLD: Tensor, cos_BLD: Tensor, sin_BLD: Tensor, dtype: torch.dtype, *, is_backward: bool) -> Tensor:
-    """Return rotated heads, or the gradient by them of rotated heads, laid out token by token (BLHD).
+    """Return rotated heads, or the gradient with respect to the unrotated heads, laid out token by token (BLHD).
 
     Args:
         x_BHLD: Queries or keys, or their gradients.
-        cos_BLD: Cosines of all positions; one row may stand for all.
-        sin_BLD: Their sines.
-        dtype: Of the result.
+        cos_BLD: Cosines of all positions; one row may apply to all rows.
+        sin_BLD: Sines of all positions.
+        dtype: The dtype of the result.
         is_backward: Whether `x_BHLD` is a gradient.
     """
     num_rows, num_heads, num_tokens, width = x_BHLD.shape
@@ -95,10 +95,10 @@ def rotate(x_BHLD: Tensor, cos_BLD: Tensor, sin_BLD: Tensor, dtype: torch.dtype,
 
 
 def _dense(tensor: Tensor) -> Tensor:
-    """The tensor, or a copy, with neighbouring numbers of its last dimension."""
+    """Return the tensor, or a copy, with a contiguous last dimension."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def _device_of(tensor: Tensor) -> AbstractContextManager[Any]:
-    """Triton launches on the current device; its interpreter runs on the CPU."""
+    """Make the tensor's device current for Triton's launch; Triton's interpreter runs on the CPU."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()

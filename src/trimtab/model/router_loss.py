@@ -80,7 +80,7 @@ def _is_requested(model: Any) -> bool:
 
 
 def _explain_absence(model: Any) -> None:
-    """Refuse a model that adds a router loss only if called with labels; for others transformers adds none either."""
+    """Refuse a model that adds a router loss only if called with labels; transformers adds none for others."""
     name = type(model).__name__
     if any(hasattr(model, coefficient) for coefficient in (*_AUXILIARY, *_Z_LOSS)):
         raise LossError(

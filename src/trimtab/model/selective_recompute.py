@@ -22,7 +22,7 @@ _PRODUCTS = frozenset(
 )
 # Indices of the two factors among the operands.
 _FACTORS = {"aten::mm": (0, 1), "aten::bmm": (0, 1), "aten::addmm": (1, 2), "aten::baddbmm": (1, 2)}
-_CHEAP_RATIO = 8  # of output width to inner width, from which on a product is recomputed; see `_is_cheap`
+_CHEAP_RATIO = 8  # ratio of output width to inner width above which a product is recomputed; see `_is_cheap`
 _ATTENTION = frozenset(
     (
         *(f"aten::_scaled_dot_product_{name}" for name in ("flash_attention", "flash_attention_for_cpu")),
@@ -32,13 +32,13 @@ _ATTENTION = frozenset(
         *("torch_attn::_varlen_attn", "flash_attn::_flash_attn_forward", "flash_attn::_flash_attn_varlen_forward"),
     )
 )
-# Operations whose backward needs no operands, so nothing before them is recomputed on their account.
+# Operations whose backward needs no operands, so nothing before them is recomputed because of them.
 _SAVES_NOTHING = frozenset(
     {"aten::add", "aten::add_", "aten::sub", "aten::_to_copy", "aten::clone", "aten::_unsafe_view"}
 )
 _OF_WEIGHTS = "_trimtab_of_weights"
-# Memory for the result of a kernel that is not dispatched, such as one of Triton. It has no operands, but what the
-# kernel will write there may depend on activations.
+# Memory for the result of a kernel that is not dispatched, such as a Triton kernel. It has no operands, but what the
+# kernel writes there may depend on activations.
 _MEMORY_NAMES = frozenset({"aten::empty", "aten::empty_strided"})
 
 _PRODUCT, _KERNEL, _VIEW, _IN_PLACE, _MEMORY, _OTHER = range(6)
@@ -57,7 +57,8 @@ class _Product:
     def __init__(self, func: Any, result: Any) -> None:
         self.func = func
         self.result = _map_tensors(_alias, result)
-        self.generator_offset: int | None = None  # of the device's generator afterwards, if the kernel drew numbers
+        # state of the device's generator afterwards, if the kernel drew numbers
+        self.generator_offset: int | None = None
         self._versions: list[int] = []
 
     def seal(self) -> None:
@@ -198,7 +199,7 @@ class _Returning(_Mode):  # type: ignore[no-untyped-call]
             self._num_in_place += 1
             if product in self._returned:
                 _check_same(func, writer)
-                return args[0]  # the returned product already contains this change
+                return args[0]  # the returned product already includes this change
         elif kind in (_PRODUCT, _KERNEL):
             # each is returned once, so its memory is freed as soon as backward has used it
             product = self._saved.products.pop(self._num_products, None)
@@ -254,7 +255,7 @@ def _is_cheap(func: Any, args: Any) -> bool:
 
 
 def _are_of_weights(args: Any) -> bool:
-    """Whether every tensor in `args` is a parameter or was computed from parameters and constants only."""
+    """Whether every tensor in `args` is a parameter or was computed only from parameters and constants."""
     for value in args:
         if isinstance(value, torch.Tensor):
             if not isinstance(value, torch.nn.Parameter) and not hasattr(value, _OF_WEIGHTS):

@@ -1,8 +1,8 @@
 """Attention over packed rows of at most a few hundred tokens, in both directions, with dropout: for encoders on a GPU.
 
-The kernels (`short_attention_kernels.py`) are operations of torch's library, so that a compiler calls them as they are
-and a trace on `meta` knows their results. Dropout draws one number from torch's generator, which seeds a hash: resumed
-and recomputed steps drop the same weights, and captured steps other ones in every replay.
+The kernels (`short_attention_kernels.py`) are registered as custom torch operations, so that a compiler calls them
+unchanged and a trace on `meta` knows their results. Dropout draws one number from torch's generator, which seeds a
+hash: resumed and recomputed steps drop the same weights, and captured steps drop different ones in every replay.
 """
 
 from typing import Any
@@ -12,14 +12,14 @@ from torch.autograd.function import once_differentiable
 
 from trimtab.hardware.extras import has_package
 
-MAX_LENGTH = 1024  # of rows; for rows of 512 tokens the kernels are as fast as torch's
-_HAS_TRITON = has_package("triton")  # once: a compiled block cannot look for packages
-_SIZES = (16, 32, 64, 128)  # of heads: tiles are powers of two
+MAX_LENGTH = 1024  # length of rows; for rows of 512 tokens the kernels are as fast as torch's
+_HAS_TRITON = has_package("triton")  # checked once: a compiled block cannot look for packages
+_SIZES = (16, 32, 64, 128)  # head sizes: tiles are powers of two
 _HIGHEST_SEED = 2**62
 
 
 def can_compute(query_THD: torch.Tensor, key_THD: torch.Tensor, max_length: int) -> bool:
-    """Whether the kernels compute rows of these shapes; assumed of a simulated GPU."""
+    """Whether the kernels support rows of these shapes; a simulated GPU is assumed to."""
     is_here = query_THD.device.type == "meta" or (query_THD.is_cuda and _HAS_TRITON)
     has_size = query_THD.shape[-1] in _SIZES and query_THD.shape == key_THD.shape
     return is_here and has_size and max_length <= MAX_LENGTH
@@ -43,10 +43,10 @@ def short_attention(
         key_THD: Keys.
         value_THD: Values.
         boundaries: Start offsets of the rows, then T.
-        max_length: A bound of the length of rows.
+        max_length: An upper bound for the length of rows.
         has_filler: Whether the last row is filler of any length, whose output is zero.
-        scale: Of the scores.
-        dropout: A probability.
+        scale: Factor of the scores.
+        dropout: Dropout probability.
     """
     seed = torch.randint(_HIGHEST_SEED, (1,), device=query_THD.device) if dropout else boundaries
     used = query_THD.shape[-1] ** -0.5 if scale is None else scale

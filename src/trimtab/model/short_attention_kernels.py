@@ -7,7 +7,7 @@ are the same in every run.
 
 Dropout hashes (seed, query, key), so a weight that is dropped in forward is dropped in backward, whatever the tiles.
 
-Shapes: T tokens of all rows, H heads, D numbers in a head, R rows. Scores are in units of log2.
+Shapes: T tokens of all rows, H heads, D head size, R rows. Scores are in units of log2.
 """
 
 import importlib
@@ -36,7 +36,7 @@ def _mixed(x):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _is_kept(row_keys, column_keys, threshold):  # type: ignore[no-untyped-def]
-    """Whether weights are kept; the keys of rows and columns are hashed already."""
+    """Whether weights are kept; the keys of rows and columns are already hashed."""
     x = (row_keys ^ column_keys) * 0x7FEB352D
     return ((x ^ (x >> 15)) * 0x846CA68B) >= threshold.to(tl.uint32)
 
@@ -116,7 +116,7 @@ def _backward_queries(  # type: ignore[no-untyped-def]
     HAS_DROPOUT: tl.constexpr, HAS_FILLER: tl.constexpr,  # noqa: N803
     D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,  # noqa: N803
 ):
-    """Also writes the sums of gradient times output, which the other kernel reads."""
+    """Compute the gradient of queries; also write the sums of gradient times output, which the other kernel reads."""
     head, row = tl.program_id(1), tl.program_id(2)
     first = tl.load(boundaries + row)
     length = tl.load(boundaries + row + 1) - first
@@ -165,7 +165,7 @@ def _backward_keys(  # type: ignore[no-untyped-def]
     HAS_DROPOUT: tl.constexpr, HAS_FILLER: tl.constexpr,  # noqa: N803
     D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,  # noqa: N803
 ):
-    """Tiles are transposed: keys by queries."""
+    """Compute the gradients of keys and values; tiles are transposed: keys by queries."""
     head, row = tl.program_id(1), tl.program_id(2)
     first = tl.load(boundaries + row)
     length = tl.load(boundaries + row + 1) - first
@@ -216,13 +216,13 @@ _LOG2_E = 1.4426950408889634
 
 
 def _numbers(scale: float, dropout: float) -> tuple[float, int, float]:
-    """The scale in units of log2, the hash from which on a weight is kept, and the factor of kept weights."""
+    """The scale in units of log2, the hash threshold from which a weight is kept, and the factor of kept weights."""
     threshold = min(round(dropout * 2**32), 2**32 - 1)
     return scale * _LOG2_E, threshold, 1 / (1 - threshold / 2**32)
 
 
 def _strides(*tensors: torch.Tensor) -> list[int]:
-    """Of tokens and heads; the numbers of a head are adjacent."""
+    """Strides of tokens and heads; the elements of a head are contiguous."""
     return [tensor.stride(dim) for tensor in tensors for dim in (0, 1)]
 
 

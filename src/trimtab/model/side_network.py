@@ -1,9 +1,9 @@
 """A side network: a narrow stack of blocks that reads the hidden states of a frozen model (ladder side-tuning).
 
-Backward never enters the base: its blocks run without gradients, and the side network reads their detached outputs.
-What it computes is added to the output of the last block, before the final norm, the pooler and the head; the last
-projection starts as zero, so training starts at the function of the base. Blocks of the side network compute each token
-alone: they look neither ahead nor into other rows, with and without padding, and need no cache to generate text.
+Backward never enters the base: its blocks run without gradients, and the side network reads their detached outputs. Its
+result is added to the output of the last block, before the final norm, the pooler and the head; the last projection
+starts as zero, so training starts with the outputs of the base. Blocks of the side network compute each token
+separately: they never see later tokens or other rows, with and without padding, and need no cache to generate text.
 
 Shapes: hidden (…, tokens, hidden size), state (…, tokens, width).
 """
@@ -35,7 +35,7 @@ class SideSpec:
 
     Attributes:
         reduction: Its width is the hidden size of the model divided by this.
-        every: It reads every so-manyth block of the model; always the last one.
+        every: It reads every n-th block of the model, always including the last.
         dropout: Dropout probability of the hidden states that it reads.
         trains: Patterns of modules to train in full, besides newly initialized modules, which always are.
     """
@@ -48,7 +48,7 @@ class SideSpec:
 
 @dataclass(frozen=True)
 class SideConfig:
-    """The content of side_network.json.
+    """The contents of side_network.json.
 
     Attributes:
         base_model_name_or_path: Folder or Hub name of the base; None for a model that was built from a config.
@@ -104,7 +104,7 @@ class SideConfig:
 
 
 class _SideBlock(nn.Module):
-    """Adds the projected hidden states of one block of the base to the state, and an MLP of the state."""
+    """Add the projected hidden states of one block of the base, and an MLP of the state, to the state."""
 
     def __init__(self, hidden_size: int, width: int, dropout: float) -> None:
         super().__init__()
@@ -116,8 +116,8 @@ class _SideBlock(nn.Module):
         self.narrow = nn.Linear(_EXPANSION * width, width)
 
     def forward(self, state: torch.Tensor | None, hidden: torch.Tensor) -> torch.Tensor:
-        """The new state."""
-        # Backward needs the input of a projection, so this is the only tensor of the base that is kept.
+        """Return the new state."""
+        # Backward needs the input of a projection, so this is the only tensor of the base that is saved.
         read = self.input_norm(self.down(self.dropout(hidden)))
         state = read if state is None else state + read
         changed: torch.Tensor = state + self.narrow(functional.gelu(self.widen(self.norm(state))))
@@ -147,10 +147,10 @@ class SideNetwork(nn.Module):
     _state: torch.Tensor | None
 
     def read(self, number: int, hidden: torch.Tensor) -> torch.Tensor | None:
-        """Take the output of a block of the base; returns what replaces it, for the last block.
+        """Read the output of a block of the base; for the last block, return its replacement.
 
         Raises:
-            ModelError: The base does not run its blocks once each, one after the other.
+            ModelError: The base does not run its blocks once each, one after another.
         """
         if number == 0:
             self.forget()
@@ -172,17 +172,17 @@ class SideNetwork(nn.Module):
         return hidden.detach() + added.to(hidden.dtype)
 
     def _as_read(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Hidden states in the dtype of the side network, which autocast takes care of where it is on."""
+        """Hidden states in the dtype of the side network; under autocast, autocast does the cast."""
         is_autocast = torch.is_autocast_enabled(hidden.device.type)
         return hidden if is_autocast else hidden.to(self.up.weight.dtype)
 
     def forget(self, *_: Any) -> None:
-        """Forget what was read so far, also after a forward that failed."""
+        """Discard the states read so far, also after a forward that failed."""
         self._next, self._state = 0, None
 
 
 class _Tap:
-    """A forward hook of a block of the base. Objects follow `copy.deepcopy`; closures would not."""
+    """A forward hook of a block of the base; an object, because `copy.deepcopy` copies objects but not closures."""
 
     def __init__(self, network: SideNetwork, number: int) -> None:
         self._network, self._number = network, number
@@ -227,7 +227,7 @@ def attach_side_network(model: Any, config: SideConfig) -> None:
     """Add a side network to a model in place: a module, a forward without gradients and a hook for every block.
 
     Raises:
-        ModelError: The model has other sizes.
+        ModelError: The sizes of the model are different.
     """
     (_, blocks), *others = stacks_of(model) or [("", [])]
     size = getattr(model.config.get_text_config(), "hidden_size", None)

@@ -1,20 +1,20 @@
-"""Blocks whose weights live in host memory, and visit the device while they are used.
+"""Blocks whose weights are in host memory, and are copied to the device while they are used.
 
-At rest the data of a streamed parameter is host memory: whatever saves, exports, compares or loads weights finds them
-there. While a block computes, in forward and in backward, the data is memory of the device. Two buffers are enough:
-while a block computes with the weights in one of them, those of its successor are copied to the other one. In forward
-the successor is the next block, in backward the one before. The buffer of a block, and the place of each weight in it,
-are always the same, so a tensor that autograd has saved (such as a transposed weight) refers to the right memory again
-when backward comes to the block, and keeps no memory alive: the buffers exist anyway. That is why blocks need not be
-recomputed, and why no hook has to recognise saved weights.
+While a block is not in use, the data of its streamed parameters is in host memory, where code that saves, exports,
+compares or loads weights finds it. While a block computes, in forward and in backward, the data is in device memory.
+Two buffers are enough: while a block computes with the weights in one of them, those of its successor are copied to the
+other one. In forward the successor is the next block, in backward the previous one. The buffer of a block, and the
+position of each weight in it, never change. So a tensor that autograd has saved (such as a transposed weight) refers to
+the right memory again when backward reaches the block, and keeps no memory alive: the buffers exist anyway. That is why
+blocks need not be recomputed, and why no hook has to recognise saved weights.
 
-Backward comes to a block when the gradient of its output is complete, or when the block is recomputed. Blocks follow
+Backward reaches a block when the gradient of its output is complete, or when the block is recomputed. Blocks follow
 each other strictly: autograd runs the operations of a block in the reverse order of forward, and adds gradients to
-parameters as soon as they exist. So a block's weights are not needed any more when backward comes to the one before.
+parameters as soon as they exist. So a block's weights are no longer needed when backward reaches the previous one.
 
-Tensors of an optimizer's state may visit the device together with the weights, in backward (`stream_state`). Then
-weights and state are changed on the device, and copied back to host memory. State has a third buffer, so that blocks
-come while others leave.
+Optimizer state may be copied to the device together with the weights, in backward (`stream_state`). Then weights and
+state are changed on the device, and copied back to host memory. State has a third buffer, so that copies in both
+directions can overlap.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -52,24 +52,24 @@ class StreamedBlocks:
         self.units = [list(unit) for unit in units]
         self.weights = Visits(device, self.link, "weights")
         self.weights.begin(self.units)
-        self.state: Visits | None = None  # of an optimizer that updates in backward
+        self.state: Visits | None = None  # state of an optimizer that updates in backward
         self._state_of: FindState | None = None
-        self._last = -1  # block in forward
-        self._backward = -1  # number of the backward that runs
-        self._updates = False  # whether the visiting unit may be changed
+        self._last = -1  # the current block in forward
+        self._backward = -1  # number of the backward that is running
+        self._updates = False  # whether the current unit may be changed
 
     def stream_state(self, find: FindState) -> None:
-        """Let weights be changed in backward, and the tensors of an optimizer's state visit with them.
+        """Allow weights to change in backward, and copy the tensors of an optimizer's state to the device with them.
 
         Args:
-            find: Returns the state of the weights of a block, in host memory, and the area that it has moved it to.
+            find: Returns the state of a block's weights, in host memory, and the area that it was moved to.
         """
-        # With the third buffer copies in both directions overlap. Weights do without: they leave before the state, so
-        # that the next ones can come while the state leaves.
+        # With the third buffer, copies in both directions overlap. Weights do not need one: they are copied back before
+        # the state, so that the next weights can be copied while the state is copied back.
         self.state, self._state_of = Visits(self.device, self.link, "state", num_buffers=3), find
 
     def enter(self, number: int) -> None:
-        """Bring the weights of a block to the device, and start to fetch those of its successor."""
+        """Copy the weights of a block to the device, and start to fetch those of its successor."""
         if self.weights.visiting == number:
             return
         self.leave()
@@ -77,7 +77,7 @@ class StreamedBlocks:
         if is_backward:
             self._watch_end_of_backward()
         else:
-            if number <= self._last or self._last < 0:  # of another forward
+            if number <= self._last or self._last < 0:  # left over from another forward
                 self._begin()
             self._last = number
         self.weights.enter(number)
@@ -89,7 +89,7 @@ class StreamedBlocks:
             self.state.fetch(successor)
         self.weights.fetch(successor)
         if self.state is not None and not is_backward and torch.is_grad_enabled() and successor == len(self.units):
-            self.state.fetch(number)  # backward begins here
+            self.state.fetch(number)  # backward starts here
 
     def _begin(self) -> None:
         self.weights.begin(self.units)
@@ -104,7 +104,7 @@ class StreamedBlocks:
         self.state.begin(tensors)
 
     def leave(self) -> None:
-        """Release the weights that are on the device, if there are any."""
+        """Release the weights that are on the device, if any."""
         for visits in self._all():
             visits.leave(has_changed=self._updates)
         self._updates = False
@@ -125,7 +125,7 @@ class StreamedBlocks:
 
 
 def is_in_backward() -> bool:
-    """Whether autograd runs a backward, in this thread."""
+    """Whether autograd is running a backward in this thread."""
     return torch._C._current_graph_task_id() != -1
 
 
@@ -146,7 +146,7 @@ def _forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 @contextmanager
 def _no_cache_of_casts() -> Iterator[None]:
-    """Keep autocast from holding half-precision copies of the weights until the end of forward."""
+    """Prevent autocast from keeping half-precision copies of the weights until the end of forward."""
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:
@@ -156,14 +156,14 @@ def _no_cache_of_casts() -> Iterator[None]:
 
 
 def _call_before_backward(output: Any, streamed: StreamedBlocks, number: int) -> None:
-    """Bring the weights of a block when the gradient of its output is complete."""
+    """Fetch the weights of a block when the gradient of its output is complete."""
     for tensor in output if isinstance(output, tuple | list) else (output,):
         if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
             tensor.register_hook(lambda _: streamed.enter(number))  # type: ignore[no-untyped-call]
             return
 
 
-# ---------------------------------------------------------------------- which tensors
+# ---------------------------------------------------------------------- the tensors to stream
 
 
 def tables_of(parameter: torch.Tensor) -> list[torch.Tensor]:
@@ -201,13 +201,13 @@ def streamable(block: nn.Module, *, trains: bool, but: Sequence[torch.Tensor] = 
 def stream_blocks(
     model: nn.Module, blocks: Sequence[nn.Module], units: Sequence[Sequence[torch.Tensor]], device: torch.device
 ) -> StreamedBlocks:
-    """Move tensors of blocks to host memory, from which they visit the device from now on.
+    """Move tensors of blocks to host memory, from which they are copied to the device when needed.
 
     Args:
-        model: The model. Its parameters, their names and its outputs do not change. `to` does not move what is
-            streamed.
+        model: The model. Its parameters, their names and its outputs do not change. `to` does not move streamed
+            tensors.
         blocks: The blocks, in the order in which they compute.
-        units: The tensors of each block to stream; of parameters the objects themselves.
+        units: The tensors of each block to stream; parameters as the objects themselves.
         device: The device that computes.
     """
     streamed = StreamedBlocks(units, device)
@@ -229,12 +229,12 @@ def stream_blocks(
 
 
 def innermost_forward(block: nn.Module) -> Any:
-    """The forward of a block, without what fetches its weights."""
+    """The forward of a block, without the code that fetches its weights."""
     return block.__dict__[_PLACE][2] if _PLACE in block.__dict__ else block.forward
 
 
 def set_innermost_forward(block: nn.Module, forward: Any) -> None:
-    """Replace the forward of a block; its weights are still fetched before."""
+    """Replace the forward of a block; its weights are still fetched first."""
     if _PLACE in block.__dict__:
         block.__dict__[_PLACE] = *block.__dict__[_PLACE][:2], forward
     else:
@@ -247,17 +247,17 @@ def streamed_blocks_of(model: nn.Module) -> StreamedBlocks | None:
 
 
 def mark_streamed(tensor: torch.Tensor, device: torch.device) -> None:
-    """Note that a tensor is in host memory, from which it visits a device."""
+    """Mark a tensor as streamed: it is in host memory and copied to a device when needed."""
     vars(tensor).update({_MARK: True, _DEVICE: device})
 
 
 def is_streamed(tensor: Any) -> bool:
-    """Whether a tensor is in host memory, from which it visits a device."""
+    """Whether a tensor is streamed: in host memory, and copied to a device when needed."""
     return hasattr(tensor, _DEVICE)
 
 
 def computing_device(tensor: torch.Tensor) -> torch.device:
-    """The device that computes with a tensor: the one that it visits, or the one that it is on."""
+    """The device that computes with a tensor: the one it is copied to, or the one it is on."""
     found: torch.device = getattr(tensor, _DEVICE, tensor.device)
     return found
 
@@ -271,7 +271,7 @@ def _with_signature_of(own: Any) -> Any:
 
 
 def _move_tables(block: nn.Module, unit: Sequence[torch.Tensor], device: torch.device) -> None:
-    """Move small tables of 4-bit weights to the device, which `to` finds through the weights alone."""
+    """Move small tables of 4-bit weights to the device, which `to` finds only through the weights."""
     streamed = {id(tensor) for tensor in unit}
     for parameter in block.parameters():
         if id(parameter) in streamed:
@@ -281,7 +281,7 @@ def _move_tables(block: nn.Module, unit: Sequence[torch.Tensor], device: torch.d
 
 
 def _apply_to_others(self: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-    """`Module._apply`, which moves and converts, without the parameters that are streamed."""
+    """`Module._apply`, which moves and converts parameters, without the streamed ones."""
     before = dict(self._parameters)
     for name, parameter in before.items():
         if is_streamed(parameter):

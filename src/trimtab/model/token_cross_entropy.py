@@ -17,15 +17,15 @@ from trimtab.errors import LossError
 from trimtab.hardware.extras import has_package
 from trimtab.log import log_info_once
 
-MIN_CAPABILITY = (8, 0)  # of NVIDIA GPUs: what Triton supports in full
+MIN_CAPABILITY = (8, 0)  # compute capability of NVIDIA GPUs that Triton fully supports
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def fused_cross_entropy(logits_NV: Tensor, labels_N: Tensor, label_smoothing: float = 0.0) -> Tensor:
-    """Return the loss of each token in fp32; 0 where the label is -100, NaN where it is not in the vocabulary.
+    """Return the loss of each token in fp32: 0 if the label is -100, NaN if it is not in the vocabulary.
 
-    Backward writes the gradient into the memory of the logits if they are the result of an operation that does not
-    need them in its own backward; it runs once. There is no host-device sync.
+    Backward writes the gradient into the memory of the logits if they are the result of an operation that does not need
+    them in its own backward; it runs once. There is no host-device sync.
 
     Raises:
         LossError: The kernels do not support the device or the dtype.
@@ -86,7 +86,7 @@ class _FusedCrossEntropy(torch.autograd.Function):
         kernels = kernels_for(logits_NV.device)
         kernels.write_gradient(logits_NV, labels_N, norms_N2, ctx.smoothing, grad_N, gradient_NV)
         if ctx.overwrites:
-            # autograd does not see what a kernel writes: another backward that needs the logits has to raise an error
+            # autograd does not see the kernel's writes: another backward that needs the logits has to raise an error
             torch.autograd.graph.increment_version(logits_NV)
         return gradient_NV, None, None, None
 
@@ -101,7 +101,7 @@ _NEED_NO_RESULT = frozenset(
 
 
 def may_overwrite(tensor: Tensor) -> bool:
-    """Whether `tensor` is the result of an operation whose backward does not need it: of tanh, for example, it does."""
+    """Whether `tensor` is the result of an operation whose backward does not need it; the backward of tanh does."""
     node = tensor.grad_fn
     while node is not None and node.name() in _VIEWS:
         node = node.next_functions[0][0]

@@ -1,13 +1,13 @@
-"""Computes token-wise modules (MLPs) in tiles of tokens, so that their widest tensors exist for one tile at a time.
+"""Compute token-wise modules (MLPs) in tiles of tokens, so that their widest tensors exist for one tile at a time.
 
 Forward computes tile after tile and saves only the input. Backward computes each tile again, with its gradients, and
-sums the gradients of weights over tiles: in fp32, and in the dtype of the weight only at the end. So a gradient in half
-precision is rounded once for each tile, where the product over all tokens is rounded once. Outputs and gradients of
-inputs are those of the whole, up to the way in which a library divides products of other sizes.
+sums the gradients of weights over tiles: in fp32, and in the dtype of the weight only at the end. So a half-precision
+gradient is rounded once per tile, whereas the product over all tokens is rounded once. Outputs and input gradients
+equal those of the untiled module, except that libraries may divide products of other sizes differently.
 
 A module that draws random numbers draws them tile by tile, and the same ones again in backward.
 
-Some blocks have no module around the two layers of their MLP (OPT, BART). There the first layer and the activation
+Some blocks have no module around the two layers of their MLP (OPT, BART). For these, the first layer and the activation
 return their input, and the second layer computes all three: `_replace_layers`.
 """
 
@@ -28,12 +28,12 @@ from trimtab.model.random_draws import Draws, ReplayedDraws, WatchedDraws
 _WHOLE_FORWARD = "_trimtab_whole_"
 _NAMES = frozenset({"mlp", "ffn", "ff", "feed_forward", "feedforward"})
 _CLASSES = re.compile(r"(MLP|Mlp|FeedForward|FFN|DenseActDense|DenseGatedActDense)$")
-_CHUNKED = "feed_forward_chunk"  # a method of BERT's layers and their relatives: intermediate, then output
-# Blocks that call fc1, activation_fn and fc2 one after the other; between the last two BART has dropout.
+_CHUNKED = "feed_forward_chunk"  # a method of BERT's layers and similar ones: intermediate, then output
+# Blocks that call fc1, activation_fn and fc2 in sequence; BART has dropout between the last two.
 _OPEN_BLOCKS = re.compile(r"^(OPTDecoder|(Bart|Marian)(En|De)coder)Layer$")
 _LAYERS = ("fc1", "activation_fn", "fc2")
 _OPEN = " ".join(_LAYERS)
-# Modules that work on each token alone. Containers have no parameters of their own.
+# Modules that compute each token separately. Containers have no parameters of their own.
 _TOKEN_WISE = re.compile(
     r"(Linear|Linear4bit|DoraLinearLayer|Conv1D|Dropout|Identity|Norm|Activation|GELU|SiLU|ReLU|Tanh|GLU|ParameterDict)$"
 )
@@ -44,7 +44,7 @@ Run = Callable[[torch.Tensor], torch.Tensor]
 def tiled_modules(model: nn.Module) -> list[tuple[nn.Module, str]]:
     """The token-wise modules in the blocks of a model, each with the name of the method that computes it.
 
-    Or a block whose layers have no module around them, with the names of the layers.
+    If the layers have no module around them: the block, with the names of the layers.
     """
     found: list[tuple[nn.Module, str]] = []
     for _, block in blocks_of(model):
@@ -70,13 +70,13 @@ def _in_block(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
 
 
 def _is_token_wise(module: nn.Module) -> bool:
-    """Whether a module consists of parts that work on each token alone; experts that are chosen by a router do not."""
+    """Whether all parts of a module compute each token separately; experts chosen by a router do not."""
     names = [parent.__name__ for parent in type(module).__mro__]
     if any(_TOKEN_WISE.search(name) for name in names) and not hasattr(module, "base_layer"):
         return True
     is_adapter = hasattr(module, "base_layer")
     own = [] if is_adapter else list(module.parameters(recurse=False))
-    is_empty = not any(module.children()) and not own  # an activation, or a container without contents
+    is_empty = not any(module.children()) and not own  # an activation, or an empty container
     is_activation = "activation" in type(module).__module__ or isinstance(module, nn.ModuleDict)
     if is_empty:
         return is_activation
@@ -84,17 +84,17 @@ def _is_token_wise(module: nn.Module) -> bool:
 
 
 def _takes_one_tensor(module: nn.Module) -> bool:
-    """Whether a module is called with its input alone; the MLP of MPT adds the residual itself."""
+    """Whether a module is called with only its input; the MLP of MPT adds the residual itself."""
     needed = [p for p in inspect.signature(module.forward).parameters.values() if p.default is p.empty]
     return len(needed) == 1
 
 
 def tile_modules(model: nn.Module, tile_tokens: int | None) -> int:
-    """Compute the token-wise modules of a model in tiles; an earlier choice is replaced.
+    """Compute the token-wise modules of a model in tiles; this replaces an earlier choice.
 
     Args:
         model: The model; its parameters and their names do not change.
-        tile_tokens: Tokens of a tile; None computes them whole again.
+        tile_tokens: Tokens of a tile; None disables tiles.
 
     Returns:
         The number of modules that are computed in tiles.
@@ -130,7 +130,7 @@ def _replace(module: nn.Module, name: str, tile_tokens: int) -> None:
 
 
 def _replace_layers(block: nn.Module, tile_tokens: int) -> None:
-    """Let the second layer of an MLP compute the whole MLP, in tiles, and those before it nothing."""
+    """Make the second layer of an MLP compute the whole MLP in tiles, and the layers before it nothing."""
 
     def tiled(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
         layers = [getattr(self, name) for name in _LAYERS]
@@ -153,7 +153,7 @@ def _replace_layers(block: nn.Module, tile_tokens: int) -> None:
 
 
 def _set_method(module: nn.Module, name: str, function: Any, owner: nn.Module) -> None:
-    """Replace a method of a module; its own one is kept.
+    """Replace a method of a module; the original is kept.
 
     Bound methods follow their owner through copy.deepcopy; a closure over a module would not.
     """
@@ -164,13 +164,13 @@ def _set_method(module: nn.Module, name: str, function: Any, owner: nn.Module) -
 
 
 def compute_in_tiles(run: Run, x: torch.Tensor, weights: Sequence[torch.Tensor], tile_tokens: int) -> torch.Tensor:
-    """The result of a token-wise function, computed in tiles.
+    """Return the result of a token-wise function, computed in tiles.
 
     Args:
         run: The function; it takes (1, tokens, width) and returns (1, tokens, any width).
         x: Its input, (..., width).
         weights: The parameters that it uses.
-        tile_tokens: Tokens of a tile; not more of them are computed whole.
+        tile_tokens: Tokens of a tile; inputs with at most this many are computed as a whole.
     """
     num_tokens = x.numel() // max(1, x.shape[-1])
     if num_tokens <= tile_tokens:
@@ -178,7 +178,7 @@ def compute_in_tiles(run: Run, x: torch.Tensor, weights: Sequence[torch.Tensor],
     weights = [weight for weight in weights if weight.requires_grad]
     if not torch.is_grad_enabled() or not (x.requires_grad or weights):
         return _whole(run, x, tile_tokens, None)
-    # Saved before anything is computed: where the block itself is recomputed, and nothing after these tiles is saved,
+    # Saved before anything is computed: if the block itself is recomputed, and nothing after these tiles is saved,
     # recomputation ends here instead of computing them a second time.
     anchor = torch.empty(0, device=x.device, requires_grad=True)
     saved: torch.Tensor = _SavedInput.apply(anchor, x)  # type: ignore[no-untyped-call]
@@ -187,7 +187,7 @@ def compute_in_tiles(run: Run, x: torch.Tensor, weights: Sequence[torch.Tensor],
 
 
 class _SavedInput(torch.autograd.Function):
-    """Saves a tensor as autograd does, hooks included; its result is a handle, through which nothing flows back."""
+    """Save a tensor like autograd, including hooks; the result is a handle without a gradient."""
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -234,7 +234,7 @@ class _Tiled(torch.autograd.Function):
                 if grad_x is not None:
                     grad_x[:, tile] = found.pop(0)
                 _add(sums, found, grad)
-                del found  # not in memory together with those of the next tile
+                del found  # freed before the next tile
         totals = iter(
             None if total is None else total.to(weight.dtype) for total, weight in zip(sums, weights, strict=True)
         )
@@ -248,14 +248,14 @@ def _gradients_of(
     """The gradients of one tile: of its input, if it is needed, and of the weights (None for those it does not use)."""
     part = x.detach().requires_grad_(needs_x)
     with torch.enable_grad(), ReplayedDraws(draws):
-        # a view, because autocast would keep a copy of a leaf to the end of all tiles, as of a weight
+        # a view, because autocast would cache a copy of a leaf, like a weight, until the end of all tiles
         made = run(part.view_as(part))
     inputs = [*([part] if needs_x else []), *weights]
     return list(torch.autograd.grad(made, inputs, grad, allow_unused=True))
 
 
 def _whole(run: Run, x: torch.Tensor, tile_tokens: int, draws: list[Draws] | None) -> torch.Tensor:
-    """All tiles one after the other, written into one tensor; `draws` gets the random numbers of each tile."""
+    """Compute all tiles one after another into one tensor; `draws` gets the random numbers of each tile."""
     rows = x.reshape(1, -1, x.shape[-1])
     result: torch.Tensor | None = None
     for tile in _tiles(rows.shape[1], tile_tokens):
@@ -269,7 +269,7 @@ def _whole(run: Run, x: torch.Tensor, tile_tokens: int, draws: list[Draws] | Non
                 f"{getattr(run, '__qualname__', run)} does not return one vector per token", "memory.tile_tokens: none"
             )
         if result is None:
-            result = made.new_empty((*x.shape[:-1], made.shape[-1]))  # not a view, which nothing may change in place
+            result = made.new_empty((*x.shape[:-1], made.shape[-1]))  # not a view, which must not be changed in place
         result.view(rows.shape[:-1] + made.shape[-1:])[:, tile] = made
         del made
     assert result is not None
@@ -282,7 +282,7 @@ def _tiles(num_tokens: int, tile_tokens: int) -> Iterator[slice]:
 
 
 def _add(sums: list[torch.Tensor | None], found: list[torch.Tensor | None], grad: torch.Tensor) -> None:
-    """Add the gradients of one tile to the sums, in fp32 where they are in half precision."""
+    """Add the gradients of one tile to the sums; half-precision gradients are summed in fp32."""
     for index, one in enumerate(found):
         if one is None:
             continue
@@ -291,6 +291,6 @@ def _add(sums: list[torch.Tensor | None], found: list[torch.Tensor | None], grad
             total.add_(one)
         elif one.dtype in (torch.float16, torch.bfloat16):
             sums[index] = one.float()
-        else:  # the gradient of a bias may be a view of what came in
+        else:  # the gradient of a bias may be a view of the incoming gradient
             is_shared = one.untyped_storage()._cdata == grad.untyped_storage()._cdata
             sums[index] = one.clone() if is_shared else one

@@ -11,7 +11,7 @@ from trimtab.model.hub import Source, as_source, explained, quiet_transformers
 
 _BYTE_LEVEL_TOKENS = {"bos": "<s>", "pad": "<pad>", "eos": "</s>", "unk": "<unk>", "mask": "<mask>"}
 _WORD_PIECE_TOKENS = {"pad": "[PAD]", "unk": "[UNK]", "bos": "[CLS]", "eos": "[SEP]", "mask": "[MASK]"}
-# Vocabulary files of common tokenizers, for when the tokenizer class and so its own file names are unknown.
+# Vocabulary files of common tokenizers, used if the tokenizer class, and so its own file names, is unknown.
 _VOCABULARY_FILES = ("vocab.*", "merges.txt", "*.model", "*.bpe.*", "tekken.json", "tokenizer_config.json")
 _NAME_A_TOKENIZER = (
     "name one in model.tokenizer (--set model.tokenizer=NAME_OR_FOLDER), or save it into the model's folder with "
@@ -32,7 +32,7 @@ def load_tokenizer(source: str, *, trust_remote_code: bool = False) -> Any:
     """
     from transformers import AutoTokenizer
 
-    own = Path(source).expanduser()  # may hold a tokenizer and no model
+    own = Path(source).expanduser()  # the folder may contain a tokenizer without a model
     is_tokenizer_folder = (own / "tokenizer_config.json").is_file()
     place = Source(str(own)) if is_tokenizer_folder else as_source(source, adapters=True)
     with quiet_transformers():

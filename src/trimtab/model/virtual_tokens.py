@@ -1,8 +1,8 @@
 """Prompt tuning: trainable embeddings of virtual tokens before each row, as in PEFT.
 
-The base model (without its head) gets embeddings in place of token ids, with the virtual tokens first, and its output
-is returned without them: heads, losses and labels see the original rows. In later steps of a generation the virtual
-tokens are in the cache; only masks and positions count them.
+The base model (without its head) gets embeddings instead of token ids, with the virtual tokens first, and its output is
+returned without them: heads, losses and labels see the original rows. In later steps of generation the virtual tokens
+are in the cache; only masks and positions take them into account.
 """
 
 import inspect
@@ -43,7 +43,7 @@ class VirtualTokens(nn.Module):
         self._is_first = False
 
     def before(self, base: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
-        """Put the virtual tokens before the rows, or count them where they are in the cache."""
+        """Put the virtual tokens before the rows, or take them into account if they are already in the cache."""
         names = list(inspect.signature(base.forward).parameters)[: len(args)] if args else []
         values = {**dict(zip(names, args, strict=True)), **kwargs}
         cache, mask, num = values.get("past_key_values"), values.get("attention_mask"), len(self.weight)
@@ -64,7 +64,7 @@ class VirtualTokens(nn.Module):
         return (), values
 
     def after(self, base: nn.Module, args: Any, output: Any) -> Any:
-        """Return the hidden states of the rows alone."""
+        """Return only the hidden states of the rows."""
         if not self._is_first:
             return None
         num = len(self.weight)
@@ -79,11 +79,11 @@ def check_prompt(model: Any, kept: Sequence[str], kind: str = "prompt") -> None:
 
     Args:
         model: The model.
-        kept: Modules that would train in full.
+        kept: Modules that would be trained in full.
         kind: The adapter, for messages.
 
     Raises:
-        RecipeError: With the reason.
+        RecipeError: The model cannot be tuned; the message says why.
     """
     name, cure = type(model).__name__, "adapter: lora"
     if not name.endswith(("ForCausalLM", "LMHeadModel")) or model.base_model is model:
@@ -93,7 +93,7 @@ def check_prompt(model: Any, kept: Sequence[str], kind: str = "prompt") -> None:
 
 
 def attach_virtual_tokens(model: Any, num_tokens: int) -> None:
-    """Add virtual tokens to a model in place; they start as embeddings of tokens that are drawn at random."""
+    """Add virtual tokens to a model in place; they start as the embeddings of randomly drawn tokens."""
     table = model.get_input_embeddings().weight
     if table.is_meta:
         weight = torch.empty(num_tokens, table.shape[1], device="meta")

@@ -1,4 +1,4 @@
-"""Build optimizers by name, with fused kernels where the device has them. Settings without effect are refused."""
+"""Build optimizers by name, with fused kernels if the device has them. Settings without effect are refused."""
 
 import difflib
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ OPTIMIZERS = (
 _FUSED_DEVICES = frozenset({"cpu", "cuda", "mps", "xpu"})
 _DEFAULTS: dict[str, Any] = {"betas": (0.9, 0.999), "eps": 1e-8, "momentum": 0.0}
 _USES = {"adamw": {"betas", "eps"}, "adam": {"betas", "eps"}, "adagrad": {"eps"}, "sgd": {"momentum"}}
-# the optimizer of torch, and ours that rounds bf16 weights stochastically
+# torch's optimizer, and trimtab's version that rounds bf16 weights stochastically
 _CLASSES: dict[str, tuple[Any, Any]] = {
     "adamw": (torch.optim.AdamW, RoundedAdamW),
     "adam": (torch.optim.Adam, RoundedAdam),
@@ -66,8 +66,9 @@ def build_optimizer(
         eps: For adam, adamw and adagrad.
         momentum: For sgd.
         device: Device of the parameters when the optimizer steps.
-        rounds_stochastically: Round bf16 weights and bf16 state stochastically, so small updates are not lost.
-        rounding_seed: Seed of the stochastic rounding; has to be the same in all processes that share a model.
+        rounds_stochastically: Whether to round bf16 weights and bf16 state stochastically, so that small updates are
+            not lost.
+        rounding_seed: Seed of the stochastic rounding; must be the same in all processes that share a model.
     """
     device = torch.device(device)
     settings = {"betas": tuple(betas), "eps": eps, "momentum": momentum}
@@ -101,9 +102,9 @@ def rounds_stochastically(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def fused_form(name: str, device: torch.device, momentum: float = 0.0) -> bool | None:
-    """The argument `fused` for an optimizer of torch; None lets torch use foreach where the device supports it."""
+    """The argument `fused` for a torch optimizer; None lets torch use foreach if the device supports it."""
     if name == "adagrad":
-        # torch has a fused CUDA kernel but its Adagrad refuses fused=True there
+        # torch has a fused CUDA kernel, but its Adagrad refuses fused=True on CUDA
         return (device.type != "cuda" and has_fused("_fused_adagrad_", device)) or None
     if name == "sgd" and momentum:
         return None  # torch's fused SGD fails if only some parameters of a group have a momentum buffer
@@ -118,7 +119,7 @@ def _is_paged(name: str, device: torch.device) -> bool:
 
 
 def _uses(name: str) -> set[str]:
-    """The settings, besides the learning rate, that have an effect on an optimizer."""
+    """The settings, besides the learning rate, that affect an optimizer."""
     return _USES.get(name.removeprefix(PAGED).removesuffix("8bit"), set())
 
 

@@ -28,7 +28,7 @@ def decay_groups(
         model: The model; tied parameters count once.
         weight_decay: Weight decay of the first group.
         decay_embeddings: Whether embeddings decay. An output layer tied to an embedding follows it.
-        include_frozen: Include parameters with requires_grad=False, because they are unfrozen later.
+        include_frozen: Whether to include parameters with requires_grad=False, because they are unfrozen later.
 
     Returns:
         Non-empty parameter groups for an optimizer, in the order of the model.

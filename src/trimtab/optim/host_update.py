@@ -1,12 +1,12 @@
-"""Weights that are updated in host memory: there are their gradients, fp32 masters and the optimizer's state.
+"""Weights that are updated in host memory, together with gradients, fp32 master weights and optimizer state.
 
 A gradient is copied to the host as soon as backward has completed it, on a separate stream, and freed on the device.
 Gradients of further micro-batches are added on the device, to a copy of the sum on the host, slice by slice: the
 numbers are those of a sum on the device. When backward returns, all sums are on the host. Clipping, unscaling, skipping
-and undoing a step act on the masters as on any other parameters, because the optimizer is an ordinary one: a CPU
-optimizer of the masters. After its step, weights are copied back to the device.
+and undoing a step work on the master weights as on any other parameters, because the optimizer is an ordinary CPU
+optimizer of the master weights. After its step, weights are copied back to the device.
 
-Nothing here depends on CUDA but the stream and pinned memory: on a CPU the same code copies within host memory.
+Only the stream and pinned memory depend on CUDA: on a CPU the same code copies within host memory.
 """
 
 from collections import deque
@@ -21,8 +21,8 @@ from trimtab.model.half_weights import take_exact
 from trimtab.model.host_areas import empty_on_host, require_host_memory
 from trimtab.model.streamed_blocks import computing_device, is_streamed
 
-SLICE = 2**24  # elements that are converted or added at a time
-MOST_IN_FLIGHT = 2**28  # bytes that may wait on the device until they are copied
+SLICE = 2**24  # number of elements that are converted or added at a time
+MOST_IN_FLIGHT = 2**28  # bytes that may wait on the device before they are copied
 _HOST = torch.device("cpu")
 
 
@@ -32,11 +32,11 @@ def empty_sums(tensors: Sequence[torch.Tensor], *, pins: bool, key: str) -> list
 
 
 class HostGradients:
-    """Gradients that leave the device as soon as they are complete.
+    """Gradients that are moved to the host as soon as they are complete.
 
     Args:
         parameters: The parameters; those that are frozen now may be unfrozen later.
-        holders: For each of them a tensor in host memory, whose `.grad` the gradient becomes.
+        holders: For each parameter, a tensor in host memory whose `.grad` becomes the gradient.
         sums: Host memory for the gradients.
     """
 
@@ -45,10 +45,10 @@ class HostGradients:
     ) -> None:
         self.parameters, self.holders, self.sums = list(parameters), list(holders), list(sums)
         self._queue = _Queue(computing_device(self.parameters[0]))
-        self._backward = -1  # number of the backward whose gradients come now
+        self._backward = -1  # number of the current backward
 
     def watch(self) -> None:
-        """Take the gradients of the parameters from now on."""
+        """Move the gradients of the parameters to the host from now on."""
         for index, parameter in enumerate(self.parameters):
             register_gradient_hook(parameter, self._finish, index=index)
 
@@ -57,16 +57,16 @@ class HostGradients:
         self._queue.drain()
 
     def _finish(self, parameter: torch.Tensor, index: int) -> None:
-        self._take(parameter, index)  # found when it is called: a trace replaces it, and must not be kept alive
+        self._take(parameter, index)  # looked up when called: a trace replaces it, and must not be kept alive
 
     def _take(self, parameter: torch.Tensor, index: int) -> None:
-        """Move a complete gradient to the host, or add it to the sum that is there."""
+        """Move a complete gradient to the host, or add it to the sum on the host."""
         gradient, parameter.grad = parameter.grad, None
         assert gradient is not None
         backward = torch._C._current_graph_task_id()
         if backward != self._backward:
             self._backward = backward
-            if self._queue.is_busy:  # with copies of a backward that failed
+            if self._queue.is_busy:  # left over from a backward that failed
                 self._queue.drain()
             torch.autograd.Variable._execution_engine.queue_callback(self.settle)
         holder, total = self.holders[index], self.sums[index]
@@ -90,7 +90,7 @@ class HostGradients:
 
     def _add(self, target: torch.Tensor, gradient: torch.Tensor) -> None:
         for to, piece in _slices(target, gradient):
-            total = torch.empty_like(piece, dtype=to.dtype)  # on the device's stream, as all memory here
+            total = torch.empty_like(piece, dtype=to.dtype)  # on the device's stream, like all memory here
             with self._queue.after_device():
                 copy(total, to)
                 total.add_(piece)
@@ -99,7 +99,7 @@ class HostGradients:
 
 
 class HostWeights(HostGradients):
-    """Masters of parameters in host memory, and the copies between host and device.
+    """Master weights in host memory, and the copies between host and device.
 
     Args:
         parameters: The parameters; those that are frozen now may be unfrozen later.
@@ -113,18 +113,18 @@ class HostWeights(HostGradients):
         for parameter, master, source in zip(self.parameters, self.masters, exact, strict=True):
             copy(master, source)
             if is_streamed(parameter) and parameter.dtype == master.dtype:
-                parameter.data = master  # the host has the weights once
+                parameter.data = master  # the host has only one copy of the weights
             parameter.master = master  # type: ignore[attr-defined]
         self._queue.drain()
         self.watch()
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
-        """Copy weights to the device after every step of the optimizer of the masters."""
+        """Copy weights to the device after every step of the optimizer of the master weights."""
         optimizer.register_step_post_hook(lambda *_: self.copy_to_device())
 
     @torch.no_grad()
     def copy_to_device(self) -> None:
-        """Copy the masters to the parameters; the next forward of the device comes after it."""
+        """Copy the master weights to the parameters, before the next forward on the device."""
         for parameter, master in zip(self.parameters, self.masters, strict=True):
             if is_streamed(parameter):  # its block fetches it from host memory
                 if parameter.dtype != master.dtype:
@@ -140,31 +140,32 @@ class HostWeights(HostGradients):
 
 
 def master_of(parameter: torch.Tensor) -> torch.Tensor:
-    """The tensor with the exact weights: a parameter's master in host memory, or the parameter itself."""
+    """The tensor with the exact weights: a parameter's master weight in host memory, or the parameter itself."""
     return getattr(parameter, "master", parameter)
 
 
 def optimized(parameter: torch.Tensor) -> torch.Tensor:
-    """The tensor that the optimizer knows and whose `.grad` it reads: a master, a stand-in, or the parameter itself."""
+    """The tensor whose `.grad` the optimizer reads: a master weight, a stand-in, or the parameter itself."""
     return getattr(parameter, "stand_in", master_of(parameter))
 
 
 def masters_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The masters of a model's parameters by name; empty if the device updates them."""
+    """The master weights of a model's parameters by name; empty if the device updates them."""
     named = model.named_parameters(remove_duplicate=False)
     return {name: master.detach() for name, p in named if (master := master_of(p)) is not p}
 
 
 def copy(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy between host and device, asynchronously where host memory is pinned.
+    """Copy between host and device, asynchronously if host memory is pinned.
 
-    Only on CUDA: a copy from another device (MPS) that does not block could arrive after the host has read its target.
+    Asynchronous copies are used only on CUDA: on another device (MPS) they could arrive after the host has read the
+    target.
     """
     target.copy_(source, non_blocking="cuda" in (target.device.type, source.device.type))
 
 
 def _slices(target: torch.Tensor, source: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Corresponding parts of two tensors; their elements are in the same order in memory, or they are one part."""
+    """Corresponding slices of two tensors, if their elements are in the same order in memory; else one slice."""
     if not (target.is_contiguous() and source.is_contiguous()):
         yield target, source
         return
@@ -175,7 +176,7 @@ class _Queue:
     """Copies that overlap with the computation of a device; on a CPU, and in a trace, they run immediately.
 
     Memory on the device that a copy needs is kept until the device's own stream has waited for the copy, so that the
-    allocator can give it away. That is decided by bytes, not by time: the memory of a step can be predicted.
+    allocator can reuse it. This is decided by bytes, not by time, so that the memory of a step can be predicted.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -185,12 +186,12 @@ class _Queue:
 
     @property
     def is_busy(self) -> bool:
-        """Whether copies may be under way."""
+        """Whether copies may be in progress."""
         return bool(self._kept)
 
     @contextmanager
     def after_device(self) -> Iterator[None]:
-        """A context for copies that begin when the device has done everything before them."""
+        """A context for copies that start when the device has finished everything before them."""
         if self._stream is None:
             yield
             return
@@ -222,10 +223,10 @@ class _Queue:
 
 
 def check_host_memory(needed_bytes: int) -> None:
-    """Check that host memory suffices, before any of it is used.
+    """Check that there is enough host memory, before any of it is used.
 
     Raises:
-        DoesNotFit: It does not.
+        DoesNotFit: There is not enough host memory.
     """
     require_host_memory(
         needed_bytes,

@@ -1,11 +1,11 @@
-"""Updates each parameter inside backward, as soon as its gradient is complete, and frees the gradient.
+"""Update each parameter inside backward, as soon as its gradient is complete, and free the gradient.
 
 The gradients of a model then never exist at the same time. A parameter that is used several times (tied weights) has
 its complete gradient when autograd has added up all of them, which is when the hook is called.
 
-The optimizer is an ordinary one: it is called with one parameter at a time, and once more, without gradients, where a
-step usually ends. Its groups, state and checkpoints are those of a step after backward. Results are equal to the bit,
-except for stochastic rounding, which draws random numbers per parameter here and per group there.
+The optimizer is an ordinary one: it is called with one parameter at a time, and once more, without gradients, at the
+usual end of a step. Its groups, state and checkpoints are those of a step after backward. Results are bit-identical,
+except for stochastic rounding, which draws random numbers per parameter instead of per group.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,13 +24,13 @@ _WRAPPER = torch.optim.Optimizer.profile_hook_step(lambda optimizer: None).__cod
 
 
 class AfterBackward:
-    """Weights change after backward: the default, which does nothing in backward."""
+    """Weights change after backward: the default, which does nothing inside backward."""
 
-    has_changed_weights = False  # in the present window
-    words_if_divided = ""  # what changes if a batch is divided into micro-batches, for a message
+    has_changed_weights = False  # whether weights are updated in the backward of the current window
+    words_if_divided = ""  # the effect of dividing a batch into micro-batches, for a message
     words_against_dividing = ""  # why a batch cannot be divided; empty if it can
 
-    is_updating = False  # in the backward of the present window
+    is_updating = False  # in the backward of the current window
 
     def begin_window(self, num_micro_batches: int, max_norm: float | None = None) -> None:
         """Prepare for the micro-batches of a step, and for clipping to a norm."""
@@ -50,7 +50,7 @@ class AfterBackward:
 
 
 class InBackward(AfterBackward):
-    """Updates the parameters of an optimizer in the backwards of windows that have one micro-batch.
+    """Update the parameters of an optimizer in the backward of windows that have one micro-batch.
 
     Gradients of windows with several micro-batches accumulate as usual, and weights change after them.
 
@@ -63,8 +63,8 @@ class InBackward(AfterBackward):
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
         self._is_held = False
-        self._norms: list[torch.Tensor] = []  # of the gradients of the present window
-        self._last_norm: torch.Tensor | None = None  # of all gradients of the window before
+        self._norms: list[torch.Tensor] = []  # norms of the gradients of the current window
+        self._last_norm: torch.Tensor | None = None  # norm of all gradients of the previous window
         self._max_norm: float | None = None
         self._factor: torch.Tensor | None = None
         number = 0
@@ -74,20 +74,20 @@ class InBackward(AfterBackward):
                 number += 1
 
     def begin_window(self, num_micro_batches: int, max_norm: float | None = None) -> None:
-        """Update in backward if the window has one micro-batch; clip by the norm of the window before."""
+        """Update in backward if the window has one micro-batch; clip by the norm of the previous window."""
         self.is_updating, self.has_changed_weights = num_micro_batches == 1, False
         self._norms, self._max_norm, self._factor = [], max_norm, None
         if max_norm is not None and self._last_norm is not None:
             self._factor = (max_norm / (self._last_norm + CLIP_EPSILON)).clamp(max=1.0)
 
     def finish_window(self) -> torch.Tensor | None:
-        """Return the norm of the gradients before they were clipped, which the next window is clipped by."""
+        """Return the norm of the gradients before clipping, by which the next window is clipped."""
         if self._norms:
             self._last_norm = torch.linalg.vector_norm(torch.stack(self._norms))
         return self._last_norm if self._norms else None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the norm that the next window is clipped by."""
+        """Return the norm by which the next window is clipped."""
         return {"norm": self._last_norm}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -124,7 +124,7 @@ class InBackward(AfterBackward):
             own["rounding_seed"] = f"{own['rounding_seed']} {number}"
         optimizer.param_groups = [own]
         try:
-            _step_of_class(optimizer)(optimizer)  # not the instance's, which schedules count
+            _step_of_class(optimizer)(optimizer)  # not the instance's method, whose calls schedulers count
         finally:
             optimizer.param_groups = groups
 
@@ -138,9 +138,9 @@ class InBackward(AfterBackward):
 
 
 def _step_of_class(optimizer: torch.optim.Optimizer) -> Callable[[torch.optim.Optimizer], Any]:
-    """The step of an optimizer's class, without the code of torch around it that has nothing to do.
+    """The step of an optimizer's class, without torch's wrapper around it, if that has nothing to do.
 
-    That code calls hooks and tells a profiler, which takes about as long as the Python of an update itself.
+    The wrapper calls hooks and a profiler, which takes about as long as the Python code of an update itself.
     """
     step: Any = type(optimizer).step
     own = vars(optimizer)
@@ -151,7 +151,7 @@ def _step_of_class(optimizer: torch.optim.Optimizer) -> Callable[[torch.optim.Op
         or _global_optimizer_post_hooks
         or torch.autograd.profiler._is_profiler_enabled
     )
-    is_wrapper = getattr(step, "__code__", None) is _WRAPPER  # not what somebody else put around it
+    is_wrapper = getattr(step, "__code__", None) is _WRAPPER  # not if someone else has wrapped it
     return step.__wrapped__ if is_wrapper and not is_watched else step  # type: ignore[no-any-return]
 
 
@@ -170,10 +170,10 @@ def update_in_backward(model: torch.nn.Module, optimizer: torch.optim.Optimizer)
 
 
 def set_updates(model: torch.nn.Module, updates: AfterBackward) -> None:
-    """Let the weights of a model change in another way from now on."""
+    """Change when the weights of a model are updated, from now on."""
     _known[model] = updates
 
 
 def updates_of(model: torch.nn.Module) -> AfterBackward:
-    """When the weights of a model change."""
+    """When the weights of a model are updated."""
     return _known.get(model, _AFTER_BACKWARD)

@@ -1,12 +1,12 @@
-"""Optimizer state in host memory that visits the device slice by slice, while the weights stay there.
+"""Optimizer state in host memory that is copied to the device slice by slice, while the weights stay on the device.
 
 The optimizer is an ordinary one. Before each of its steps, the parameters that have a gradient are updated slice by
 slice: the state of a slice is copied to a buffer on the device, the optimizer's own code runs on the slice of weights,
-gradient and state, and the state is copied back. The slices that come next are prefetched on a separate stream,
-in the order of the step before. With updates in backward, copies overlap with the rest of backward.
+gradient and state, and the state is copied back. The next slices are prefetched on a separate stream, in the order of
+the previous step. With updates in backward, copies overlap with the rest of backward.
 
-All optimizers whose update of an element depends on that element alone, or on its block of 256, give the same bits as
-with state on the device; except for stochastic rounding, which draws random numbers per slice here.
+All optimizers whose update of an element depends only on that element, or on its block of 256, give bit-identical
+results to state on the device, except for stochastic rounding, which draws random numbers per slice.
 """
 
 from collections import defaultdict, deque
@@ -26,15 +26,15 @@ from trimtab.optim.quantized import BLOCK
 from trimtab.optim.stochastic_rounding import flat
 
 KEY = "memory.offload_state"
-# Of what visits at a time. The host takes several hundred microseconds to launch the copies and the update of a slice;
-# with 16 MiB, all weights of 8 B parameters trained at 2,112 tokens/s on an H200, whose link allows twice that.
+# The size of a slice. The host takes several hundred microseconds to launch the copies and the update of a slice; with
+# 16 MiB, all weights of 8 B parameters trained at 2,112 tokens/s on an H200, whose link allows twice that.
 SLOT_BYTES = 2**26
-NUM_SLOTS = 4  # that are fetched, in use or on their way back
+NUM_SLOTS = 4  # number of slices that are being fetched, used or copied back
 MIN_ELEMENTS = 2**16  # the state of smaller parameters stays on the device: its copies take longer to launch
 _LENGTHS = 16 * BLOCK  # slices have a multiple of this many elements
-_MOST_BYTES_PER_ELEMENT = 13  # two fp32 moments, a gradient, and room to align tensors
+_MOST_BYTES_PER_ELEMENT = 13  # two fp32 moments, a gradient, and space to align tensors
 _STEP = "step"  # the name of the number of steps
-_GRADIENT = "gradient"  # its name among what visits the device; no optimizer's state has it
+_GRADIENT = "gradient"  # key of the gradient among the tensors of a slice; no optimizer's state has this name
 _SMALLEST_SLOT = aligned(_LENGTHS * _MOST_BYTES_PER_ELEMENT)
 _MARK = "has_state_on_host"
 
@@ -51,17 +51,17 @@ class GradientsOnHost(Protocol):
         """Its gradient on the host."""
 
     def clipped(self, gradient: torch.Tensor) -> torch.Tensor:
-        """A slice of a gradient on the device as the optimizer gets it; may be changed in place."""
+        """A slice of a gradient on the device, as passed to the optimizer; may be changed in place."""
 
 
 class OffloadedState:
     """The state of an optimizer's larger parameters, in host memory.
 
     Args:
-        optimizer: The optimizer, without state yet; from now on its steps fetch it.
+        optimizer: The optimizer, without state yet; its steps fetch the state from now on.
         device: The device of the weights.
-        gradients: Gradients in host memory, which visit the device with the state of all parameters; None if they are
-            on the device.
+        gradients: Gradients in host memory, which are copied to the device with the state of all parameters; None if
+            they are on the device.
     """
 
     def __init__(
@@ -80,10 +80,10 @@ class OffloadedState:
         self._free = deque(_Slot(buffer[begin : begin + self._slot_bytes]) for begin in begins)
         self._pieces: dict[Key, _Piece] = {}
         self._keys: dict[int, list[Key]] = {}  # the slices of each parameter
-        self._fetched: dict[Key, _Slot] = {}  # ahead
-        self._order: list[Key] = []  # of the pass before: slices are fetched ahead in it
-        self._next = 0  # place in the order of what is fetched next
-        self._seen: dict[Key, None] = {}  # slices of the present pass
+        self._fetched: dict[Key, _Slot] = {}  # slices that were fetched ahead
+        self._order: list[Key] = []  # order of the previous pass, in which slices are fetched ahead
+        self._next = 0  # position in this order of the slice to fetch next
+        self._seen: dict[Key, None] = {}  # slices of the current pass
         self._num_sent = 0
         self._is_stepping = False
         vars(optimizer).update(allocate_state=self.allocate, state_on_host=self)
@@ -100,7 +100,7 @@ class OffloadedState:
         self._forget()
 
     def _renew(self) -> None:
-        """Forget all slices: the optimizer's state has other tensors now."""
+        """Discard all slices, because the optimizer's state has other tensors now."""
         self.settle()
         for slices in (self._pieces, self._keys, self._order, self._seen):
             slices.clear()
@@ -141,7 +141,7 @@ class OffloadedState:
         pieces = _slices(parameter, visitors, self._slot_bytes)
         made = {(id(parameter), number): piece for number, piece in enumerate(pieces)}
         self._pieces.update(made)
-        self._free.extend(self._fetched.pop(key) for key in made if key in self._fetched)  # of former state
+        self._free.extend(self._fetched.pop(key) for key in made if key in self._fetched)  # left over from former state
         self._keys[id(parameter)] = list(made)
 
     def _is_ready(self, parameter: torch.Tensor) -> bool:
@@ -151,11 +151,11 @@ class OffloadedState:
 
     @torch.no_grad()
     def _update_before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """Update the parameters that have state in host memory; the optimizer's step itself does the others."""
-        if self._is_stepping:  # it is called for a slice
+        """Update the parameters that have state in host memory; the optimizer's own step updates the others."""
+        if self._is_stepping:  # the optimizer is being called for a slice
             return
         if self._gradients is not None:
-            self._forget()  # what a step fetched and did not take, because the parameter had no gradient
+            self._forget()  # slices that a step fetched but did not use, because the parameter had no gradient
         members = [(group, parameter) for group in optimizer.param_groups for parameter in group["params"]]
         for number, (group, parameter) in enumerate(members):
             if parameter.grad is not None and has_state_on_host(parameter):
@@ -182,7 +182,7 @@ class OffloadedState:
                     here = self._gradients.clipped(slot.views[_GRADIENT])
                 with self._only(options, weights[piece.here], here, own):
                     type(self._optimizer).step(self._optimizer)
-            except BaseException:  # memory may run out; a run then continues from its last checkpoint
+            except BaseException:  # memory may run out; then the run continues from its last checkpoint
                 self._free.append(slot)
                 raise
             self._send_back(piece, slot)
@@ -210,10 +210,10 @@ class OffloadedState:
     # ------------------------------------------------------------------ copies
 
     def _take(self, key: Key) -> "_Slot":
-        """The buffer with the state of a slice; the current stream waits until it is there."""
-        if key in self._seen or not self._order:  # another pass begins, or the first one
+        """Return the buffer with the state of a slice; the current stream waits for the copy."""
+        if key in self._seen or not self._order:  # another pass starts, or the first one
             order = list(self._seen) or self._usual_order(key)
-            if order != self._order:  # what was fetched ahead may never be taken
+            if order != self._order:  # prefetched slices may never be used
                 self._forget()
             self._order, self._seen = order, {}
         self._seen[key] = None
@@ -226,7 +226,7 @@ class OffloadedState:
         return slot
 
     def _usual_order(self, first: Key) -> list[Key]:
-        """The order of the parameters after backward; in backward it usually is the reverse."""
+        """The order of the parameters for updates after backward; in backward it is usually reversed."""
         is_after = first[0] == id(self._parameters[0])
         parameters = self._parameters if is_after else self._parameters[::-1]
         return [key for parameter in parameters for key in self._keys.get(id(parameter), ())]
@@ -234,7 +234,7 @@ class OffloadedState:
     def _fetch(self, key: Key) -> None:
         piece, slot = self._pieces[key], self._free.popleft()
         slot.hold(piece)
-        # the later one of the copies to the host that it must not overtake
+        # the later of the copies to the host that this one must not overtake
         after = max((sent for sent in (slot.sent, piece.sent) if sent is not None), key=lambda s: s[0], default=None)
         pairs = [(slot.views[name], tensor) for name, tensor in piece.visitors.items()]
         slot.arrived = self._link.copy_in(pairs, self._device, None if after is None else after[1])
@@ -276,7 +276,7 @@ class _Slot:
     sent: tuple[int, Any] | None = None
 
     def hold(self, piece: _Piece) -> None:
-        """Lay out the state of a slice."""
+        """Lay out the state of a slice in the buffer."""
         begin = 0
         self.views = {}
         for name, tensor in piece.visitors.items():
@@ -285,7 +285,7 @@ class _Slot:
 
     @property
     def state(self) -> dict[str, torch.Tensor]:
-        """What goes back to the host."""
+        """The tensors to copy back to the host."""
         return {name: view for name, view in self.views.items() if name != _GRADIENT}
 
 

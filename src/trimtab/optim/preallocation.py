@@ -14,14 +14,14 @@ from trimtab.optim.quantized import allocate_state
 
 @torch.no_grad()
 def preallocate_state(optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Tensor]) -> None:
-    """Allocate the state of parameters that have none yet. The results of later steps are bit for bit the same.
+    """Allocate the state of parameters that have none yet. The results of later steps are bit-identical.
 
     Args:
         optimizer: The optimizer itself, not a prepared one. Its parameters must not have gradients.
         parameters: Parameters that are trainable now or later.
     """
     wanted = [parameter for parameter in parameters if not optimizer.state.get(parameter)]
-    if "allocate_state" in vars(optimizer):  # of `trimtab.optim.offloaded_state`
+    if "allocate_state" in vars(optimizer):  # a hook of `trimtab.optim.offloaded_state`
         allocate_state(optimizer, wanted)
     else:
         preallocate_as_usual(optimizer, wanted)
@@ -29,7 +29,7 @@ def preallocate_state(optimizer: torch.optim.Optimizer, parameters: Iterable[tor
 
 @torch.no_grad()
 def preallocate_as_usual(optimizer: torch.optim.Optimizer, wanted: Sequence[torch.Tensor]) -> None:
-    """Allocate the state of parameters as the optimizer's class does it, where the parameters are.
+    """Allocate the state of parameters with the optimizer's own code, on the devices of the parameters.
 
     Args:
         optimizer: The optimizer.

@@ -3,7 +3,7 @@
 Only the kernels are from bitsandbytes. Its optimizer classes are not used because they do a host-device sync after
 every parameter, decouple the weight decay of Adam, do not page the state of Adagrad, and load paged state unpaged.
 
-The kernels compute with fp32 weights and gradients. Others are converted in slices, which moves 44 bytes per bf16
+The kernels compute with fp32 weights and gradients. Other dtypes are converted in slices, which moves 44 bytes per bf16
 parameter and more for rounding; with Triton, Adam and AdamW run as one kernel instead: `quantized_kernel`.
 """
 
@@ -22,7 +22,7 @@ BLOCK = 256  # elements that share a scale
 MIN_QUANTIZED = 4096  # parameters with fewer elements have fp32 state
 MIN_PAGED = 100_000  # parameters with fewer elements have unpaged state
 
-_MAX_ELEMENTS = 2**30  # per kernel call, which indexes with 32 bits; a multiple of BLOCK
+_MAX_ELEMENTS = 2**30  # elements per kernel call, which indexes with 32 bits; a multiple of BLOCK
 _PAGEABLE = ("state1", "state2")
 
 
@@ -38,8 +38,9 @@ class Quantized(torch.optim.Optimizer):
         betas: For Adam and AdamW.
         eps: Added to the root of the second moment.
         weight_decay: For groups that do not set it.
-        is_paged: Keep the state of larger parameters in CUDA managed memory, which the driver moves to the host.
-        rounds_stochastically: Round bf16 weights stochastically instead of to nearest.
+        is_paged: Whether to keep the state of larger parameters in CUDA managed memory, which the driver moves to the
+            host.
+        rounds_stochastically: Whether to round bf16 weights stochastically instead of to nearest.
         rounding_seed: Seed of the stochastic rounding.
     """
 
@@ -216,7 +217,7 @@ class Quantized(torch.optim.Optimizer):
         )
 
     def _maps_on(self, functions: Any, device: torch.device) -> list[torch.Tensor]:
-        """The signed and the unsigned table of the values of the 8-bit codes; constants, so not part of the state."""
+        """The signed and unsigned tables of the values of the 8-bit codes; constants, so not part of the state."""
         if device not in self._maps:
             self._maps[device] = [functions.create_dynamic_map(signed=signed).to(device) for signed in (True, False)]
         return self._maps[device]
@@ -286,9 +287,9 @@ def is_paged(value: Any) -> bool:
 
 
 def sync_host_state(optimizer: torch.optim.Optimizer) -> None:
-    """Do a host-device sync before the host accesses state in host memory that the device uses as well.
+    """Do a host-device sync before the host accesses state in host memory that the device also uses.
 
-    That is paged state, which torch treats as ordinary host memory, and `trimtab.optim.offloaded_state`.
+    This concerns paged state, which torch treats as ordinary host memory, and `trimtab.optim.offloaded_state`.
     """
     if "state_on_host" in vars(optimizer):
         vars(optimizer)["state_on_host"].settle()

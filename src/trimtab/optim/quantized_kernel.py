@@ -21,10 +21,10 @@ _ROWS = 4  # blocks per Triton program
 
 
 def _rank_source(size, FEWEST: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
-    """The place of the nearest value among zero and the positive values, which ascend from place 1.
+    """The index of the nearest value among zero (index 0) and the positive values, in ascending order from index 1.
 
-    `size` is in [0, 1]; the lowest decade has `FEWEST` values. Between two decades the middle of the neighboring
-    values is a fifth of an interval above the border, because the upper interval is five times as long.
+    `size` is in [0, 1]; the lowest decade has `FEWEST` values. Between two decades the middle of the neighboring values
+    is a fifth of an interval above the border, because the upper interval is five times as long.
     """
     scale = tl.where(size >= 1e-6, 1e5, 1e6)
     scale = tl.where(size >= 1e-5, 1e4, scale)
@@ -66,8 +66,8 @@ def _adam(  # type: ignore[no-untyped-def]
     scale1 = tl.load(scales1 + block, mask=has_block, other=0.0)
     scale2 = tl.load(scales2 + block, mask=has_block, other=0.0)
     g = g + decay * w
-    # an element whose gradient is not finite keeps its weight and loses its moments, as in bitsandbytes: its block
-    # would be lost otherwise
+    # an element whose gradient is not finite keeps its weight and loses its moments, as in bitsandbytes; otherwise its
+    # whole block would be lost
     is_used = inside & (tl.abs(g) < float("inf"))
     m = beta1 * (tl.load(map1 + code1) * scale1[:, None]) + rest1 * g
     v = beta2 * (tl.load(map2 + code2) * scale2[:, None]) + rest2 * g * g
@@ -81,8 +81,8 @@ def _adam(  # type: ignore[no-untyped-def]
     rank2 = _rank(v * (1.0 / tl.maximum(scale2, 1e-37))[:, None], 2)
     code1 = tl.where(m < 0, 127 - tl.minimum(rank1, 127), 127 + rank1)  # there is no minus one
     if ROUNDS:
-        # adding 16 random bits carries into the upper half with the probability of the lower half; a NaN is left
-        # alone because the carry could turn it into zero
+        # adding 16 random bits carries into the upper half with the probability of the lower half; a NaN is not
+        # changed, because the carry could turn it into zero
         quarter: tl.constexpr = BLOCK // 4
         count = (first_block + block)[:, None] * quarter + tl.arange(0, quarter)[None, :]
         one, two, three, four = tl.randint4x(seed, count)

@@ -33,7 +33,7 @@ def _adam(  # type: ignore[no-untyped-def]
     v = beta2 * v + rest2 * g * g
     w = shrink * w - rate * m / (tl.sqrt(v) / root2 + eps)
     noise_w, noise_m, noise_v, _ = tl.randint4x(seed + number, at)
-    # adding 16 random bits carries into the upper half with the probability of the lower half; a NaN is left alone
+    # adding 16 random bits carries into the upper half with the probability of the lower half; a NaN is not changed,
     # because the carry could turn it into zero
     bits_w = w.to(tl.int32, bitcast=True)
     bits_m = m.to(tl.int32, bitcast=True)

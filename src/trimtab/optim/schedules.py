@@ -1,7 +1,7 @@
 """Learning-rate schedules by name, as factors of the learning rate per optimizer step.
 
-Each shape is a callable object and not a closure: `LambdaLR` can then pickle it and include its numbers in its state.
-Step 0 is the first optimizer step. After `num_steps`, a schedule with an end keeps its last factor.
+Each shape is a callable object instead of a closure, so that `LambdaLR` can pickle it and include its numbers in its
+state. Step 0 is the first optimizer step. After `num_steps`, a schedule with an end keeps its last factor.
 """
 
 import copy
@@ -19,8 +19,8 @@ from trimtab.log import say
 
 SCHEDULES = ("linear", "cosine", "constant", "inverse-sqrt", "noam", "warmup-stable-decay")
 
-_DECAY_FRACTION = 0.2  # of all steps, at the end of warmup-stable-decay
-_TIMESCALE_WITHOUT_WARMUP = 10_000  # of inverse-sqrt, as in transformers
+_DECAY_FRACTION = 0.2  # share of all steps, at the end of warmup-stable-decay
+_TIMESCALE_WITHOUT_WARMUP = 10_000  # default time scale of inverse-sqrt, as in transformers
 
 
 Shape = Callable[[int], float]  # the learning-rate factor of an optimizer step, counted from 0

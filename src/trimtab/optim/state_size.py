@@ -83,7 +83,7 @@ def bytes_of_groups(
         name: One of `trimtab.optim.build.OPTIMIZERS`.
         groups: The parameter groups.
         rounds_stochastically: As for `build_optimizer`.
-        dtype: Dtype in which parameters are updated; None = their own.
+        dtype: Dtype in which parameters are updated; None uses their own.
     """
     parameters = (parameter for group in groups for parameter in group["params"])
     options: dict[str, Any] = {"momentum": 0.9, "rounds_stochastically": rounds_stochastically, "device": "cpu"}

@@ -1,7 +1,7 @@
-"""The state of an optimizer that updates streamed weights in backward: in host memory, and on the device with them.
+"""The state of an optimizer that updates streamed weights in backward: it moves between host and device with them.
 
-The optimizer is an ordinary one. Its state is allocated while the weights are at rest, so it is in host memory, and
-`trimtab.model.streamed_blocks` exchanges its memory as that of the weights.
+The optimizer is an ordinary one. Its state is allocated while the weights are in host memory, so it is there as well,
+and `trimtab.model.streamed_blocks` moves it in the same way as the weights.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from trimtab.optim.in_backward import updates_of
 
 
 def stream_state(model: torch.nn.Module, blocks: StreamedBlocks, optimizer: torch.optim.Optimizer) -> None:
-    """Let the state of streamed weights visit the device in backward, and copy weights and state back.
+    """Copy the state of streamed weights to the device in backward, and copy weights and state back.
 
     Args:
         model: The model, whose weights are updated in backward.
@@ -35,7 +35,7 @@ def stream_state(model: torch.nn.Module, blocks: StreamedBlocks, optimizer: torc
         tensors = [value for value in values if isinstance(value, torch.Tensor) and (value.dim() or is_fused)]
         if all(map(is_streamed, tensors)):
             return tensors, None
-        # also what is in an area already, which is then freed
+        # including tensors that are already in an area, which is then freed
         area = None if is_traced else move_to_area(tensors, pins=pins, key=KEY)
         for tensor in tensors:
             mark_streamed(tensor, blocks.device)

@@ -1,13 +1,13 @@
 """Weights on the device that are updated after backward, with gradients and optimizer state in host memory.
 
 A gradient is copied to the host as soon as backward has completed it, as in `host_update`. When all gradients are
-known, and clipped, slices of gradients and state visit the device one after the other, where the optimizer's own code
-updates the weights (`offloaded_state`). Since weights change only then, clipping, micro-batches, skipped steps and
+known, and clipped, slices of gradients and state are copied to the device one after another, where the optimizer's own
+code updates the weights (`offloaded_state`). Since weights change only then, clipping, micro-batches, skipped steps and
 undoing a step work as usual. The optimizer has stand-ins in host memory for the parameters: tensors of the same shape
 that take no memory, whose `.grad` are the gradients on the host.
 
-If a step has one micro-batch, the norm of the gradients is computed on the device before they leave it, and clipping
-scales the slices there. Otherwise, or if something else has changed the gradients, the host does both.
+If a step has one micro-batch, the norm of the gradients is computed on the device before they are copied to the host,
+and clipping scales the slices there. Otherwise, or if something else has changed the gradients, the host does both.
 """
 
 import math
@@ -29,7 +29,7 @@ class StreamedGradients(HostGradients, AfterBackward):
     """Gradients in host memory, with the norm that they had on the device.
 
     Args:
-        parameters: The parameters, in the order in which norms are added up; those that are frozen now may be unfrozen
+        parameters: The parameters, in the order in which norms are summed; those that are frozen now may be unfrozen
             later.
     """
 
@@ -43,7 +43,7 @@ class StreamedGradients(HostGradients, AfterBackward):
         self._places = {id(stand_in): index for index, stand_in in enumerate(stand_ins)}
         self._measures = False
         self._norms: dict[int, torch.Tensor] = {}
-        self._versions: dict[int, int] = {}  # of the gradients when they were measured
+        self._versions: dict[int, int] = {}  # versions of the gradients when they were measured
         self._factor: torch.Tensor | None = None
         for parameter, stand_in in zip(self.parameters, stand_ins, strict=True):
             parameter.stand_in = stand_in  # type: ignore[attr-defined]
@@ -66,7 +66,7 @@ class StreamedGradients(HostGradients, AfterBackward):
     # ------------------------------------------------------------------ clipping
 
     def begin_window(self, num_micro_batches: int, max_norm: float | None = None) -> None:
-        """Measure gradients if those of one micro-batch are all there are."""
+        """Measure gradients if the window has a single micro-batch."""
         self._measures, self._factor = num_micro_batches == 1, None
         self._norms.clear()
 
@@ -78,7 +78,7 @@ class StreamedGradients(HostGradients, AfterBackward):
 
     @torch.no_grad()
     def clip(self, max_norm: float) -> torch.Tensor | None:
-        """Scale the slices of this step on the device, if the gradients are still those that were measured."""
+        """Scale the slices of this step on the device, if the gradients have not changed since they were measured."""
         if not self._norms or any(self.sums[index]._version != self._versions[index] for index in self._norms):
             return None
         norm: torch.Tensor = torch.linalg.vector_norm(
@@ -95,7 +95,7 @@ def build_streamed(
     device: torch.device,
     model: torch.nn.Module,
 ) -> torch.optim.Optimizer:
-    """Build an optimizer whose gradients and state are in host memory, and visit the device in its steps.
+    """Build an optimizer whose gradients and state are in host memory, and are copied to the device in its steps.
 
     Args:
         build: Builds an optimizer for parameter groups on a device.

@@ -1,1 +1,1 @@
-"""Plans a run: predicts memory and time of a training step, and searches for the techniques that make it fit."""
+"""Plan a run: predict memory and time of a training step, and search for the techniques that make it fit."""

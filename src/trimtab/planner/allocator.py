@@ -1,4 +1,4 @@
-"""Replays the allocations and frees of a step on a model of CUDA's caching allocator (torch 2.11 to 2.13).
+"""Replay the allocations and frees of a step on a model of CUDA's caching allocator (torch 2.11 to 2.13).
 
 The model covers one stream. Sizes are rounded up to 512 B. Requests up to 1 MiB and larger ones use two separate pools.
 A request takes the smallest free block that is large enough; the remainder is split off, and adjacent free blocks are
@@ -24,10 +24,10 @@ ROUNDING = 512
 SMALL_LIMIT = MIB  # the largest request of the small pool
 SMALL_SEGMENT = 2 * MIB
 LARGE_SEGMENT = 20 * MIB
-OWN_SEGMENT = 10 * MIB  # from this size on a request gets a segment of its own size
+OWN_SEGMENT = 10 * MIB  # requests of at least this size get a segment of their own size
 SEGMENT_ROUNDING = 2 * MIB
 CAP_STEP = 16 * MIB  # resolution of the search for the smallest limit
-EMPTY_CACHE = Event(-1, 0)  # not a storage: all free memory is released, as by torch.cuda.empty_cache
+EMPTY_CACHE = Event(-1, 0)  # not a storage: releases all free memory, like torch.cuda.empty_cache
 
 _ADDRESSES = 2**60  # address range of an expandable segment, practically unlimited
 _USED, _FREE, _UNBACKED = range(3)
@@ -99,7 +99,7 @@ class OverCap(Exception):
 
 
 def round_size(size: int) -> int:
-    """The block size for a request."""
+    """Return the block size for a request."""
     return -(-size // ROUNDING) * ROUNDING or ROUNDING
 
 
@@ -130,8 +130,8 @@ class CachingAllocator:
     """A caching allocator with statistics.
 
     Args:
-        expandable: Use expandable segments instead of fixed ones.
-        cap: Limit of the reserved bytes; None = no limit.
+        expandable: Whether to use expandable segments instead of fixed ones.
+        cap: Limit of the reserved bytes; None means no limit.
     """
 
     def __init__(self, expandable: bool = True, cap: int | None = None) -> None:
@@ -229,7 +229,7 @@ class _Blocks:
         insort(self.free, (block.size, block.address))
 
     def free_blocks(self) -> list[Block]:
-        """All free blocks that memory is mapped to."""
+        """All free blocks that are backed by memory."""
         return list(self._at.values())
 
     def _forget(self, block: Block) -> None:
@@ -302,7 +302,7 @@ class _ExpandablePool(_Blocks):
             added += self._back(block, min(size, block.size))
         while block.size < size:
             following = block.next
-            assert following is not None  # _room counted it
+            assert following is not None  # _room has already counted it
             added += self._back(following, min(size - block.size, following.size))
             block = following
         self._forget(block)
@@ -389,7 +389,7 @@ def is_used(block: Block) -> bool:
 
 
 def is_backed(block: Block) -> bool:
-    """Whether memory is mapped to a block."""
+    """Whether a block is backed by memory."""
     return block.state != _UNBACKED
 
 
@@ -420,7 +420,7 @@ def _feed(allocator: CachingAllocator, events: Sequence[Event]) -> int:
 
 
 def _shortfall(events: Sequence[Event], cap: int, expandable: bool = True) -> int:
-    """0 if the events succeed under the limit, else the limit that the failing request needs."""
+    """Return 0 if the events succeed under the limit, else the limit that the failing request needs."""
     try:
         _feed(CachingAllocator(expandable, cap), events)
     except OverCap as failure:
@@ -431,8 +431,8 @@ def _shortfall(events: Sequence[Event], cap: int, expandable: bool = True) -> in
 def smallest_cap(events: Sequence[Event], allocated_peak: int, *, expandable: bool = True) -> int:
     """The smallest limit that the events run under, in steps of 16 MiB.
 
-    A failure reports the limit that its request needs. The next limit to try is that one or a stride further, where
-    strides double; then a binary search between the last failure and the first success.
+    A failure reports the limit that its request needs. The search tries this limit, or the current one plus a stride
+    that doubles each time; then it bisects between the last failure and the first success.
     """
     fails = (allocated_peak - 1) // CAP_STEP  # the limit cannot be less than the peak in use
     runs, stride = fails + 1, 1

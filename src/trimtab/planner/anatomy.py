@@ -1,4 +1,4 @@
-"""The anatomy of a step's memory: which part a storage belongs to, and which stage of the step an event."""
+"""The anatomy of a step's memory: the part that a storage belongs to, and the stage of the step at an event."""
 
 from trimtab.planner.trace.recorder import Trace
 from trimtab.report.step_record import ALLOCATED as PARTS

@@ -1,4 +1,4 @@
-"""The decision about a step: what `auto` becomes, by a search or without one."""
+"""Choose the specification of a step: resolve `auto`, with or without a search."""
 
 import json
 import math
@@ -46,7 +46,7 @@ from trimtab.units import format_bytes, parse_bytes
 
 
 class StepPlanner(Protocol):
-    """Predicts and searches the specifications of a step."""
+    """Predict and search the specifications of a step."""
 
     target: Target
 
@@ -63,19 +63,19 @@ class StepPlanner(Protocol):
         """The smallest allocator limit under which a row runs."""
 
     def changes(self, row: Row) -> Iterator[Change]:
-        """Changes to the settings that may make it fit."""
+        """Changes to the settings that may make the step fit."""
 
 
 def choose_row(
     planner: StepPlanner, ladder: Ladder | None = None, *, always_explains: bool = False, prefix: str = ""
 ) -> Row:
-    """The row that a run takes: the fastest that fits, or the smallest where that may still run.
+    """The row that a run uses: the fastest that fits, or the smallest if it may still run.
 
     Args:
         planner: The planner.
-        ladder: What it found; None searches.
-        always_explains: On a CPU, too, log what would fit, which takes more predictions.
-        prefix: Of that log message.
+        ladder: The result of its search; None searches now.
+        always_explains: Whether to log what would fit also on a CPU, which takes more predictions.
+        prefix: The start of that log message.
 
     Raises:
         DoesNotFit: Nothing fits into the memory of a GPU.
@@ -99,7 +99,7 @@ def choose_row(
 
 
 def explain_failure(planner: StepPlanner, row: Row) -> str:
-    """Error text for a run that does not fit: by how much the smallest row exceeds the budget, and what would fit."""
+    """Error text for a run that does not fit: how far the smallest row exceeds the budget, and what would fit."""
     target = planner.target
     smallest = rung(row, planner.needed_bytes(row), None)
     reference = planner.space.reference()
@@ -107,7 +107,7 @@ def explain_failure(planner: StepPlanner, row: Row) -> str:
 
 
 def why_chosen(planner: StepPlanner, ladder: Ladder, row: Row) -> str:
-    """One sentence about the row that a run takes, for its plan.json."""
+    """One sentence about the row that a run uses, for its plan.json."""
     budget = planner.target.budget_bytes
     if ladder.chosen is None:
         return f"No plan fits into {format_bytes(budget)} by the prediction, so the smallest one is used."
@@ -144,9 +144,9 @@ def decide(
 ) -> Decision:
     """Choose values for everything that a recipe leaves at `auto`.
 
-    On a GPU, or with a budget, the planner searches for them; a resumed run keeps its plan. Where a step cannot be
-    traced, trial steps on the device are measured if there is a budget. On a CPU without a budget nothing is predicted:
-    the batch is one micro-batch, and nothing is recomputed.
+    On a GPU, or with a budget, the planner searches for them; a resumed run keeps its plan. If a step cannot be traced
+    and there is a budget, trial steps are measured on the device. On a CPU without a budget nothing is predicted: the
+    batch is one micro-batch, and nothing is recomputed.
 
     Args:
         recipe: The recipe.
@@ -161,7 +161,7 @@ def decide(
 
     Raises:
         DoesNotFit: Nothing fits into the memory of a GPU, or nothing that was measured fits.
-        RecipeError: The recipe sets something that is not possible.
+        RecipeError: The recipe contains a setting that is not possible.
     """
     needs_logits = has_own_loss or recipe.distill is not None
     question = _Question(recipe, data, tokens, loaded, engine, needs_logits, teacher)
@@ -178,7 +178,7 @@ def decide(
             return question.by_search()
         except DoesNotFit as error:
             return str(error)
-        except Exception as error:  # a model that cannot be traced may train all the same
+        except Exception as error:  # a model that cannot be traced may still train
             say(_words_without_plan(error, is_measured, trials))
             return None
 
@@ -188,7 +188,7 @@ def decide(
     if found is None and is_measured and trials is not None:
         try:
             return question.by_measuring(trials)
-        except TrialError as error:  # the run may work all the same, and if not, its own error is clearer
+        except TrialError as error:  # the run may still work, and if not, its own error is clearer
             if engine.is_main_process:
                 say(f"no trial step could be measured ({error}): {_words_on_trying()}")
     return Decision(question.without_plan(stored)) if found is None else found
@@ -211,7 +211,7 @@ def _is_planned(recipe: Recipe, device: torch.device) -> bool:
 
 
 def _is_still_good(stored: Plan, recipe: Recipe) -> bool:
-    """A resumed run keeps its plan, unless it was given another budget in bytes."""
+    """Whether a resumed run keeps its plan: it does unless it was given another budget in bytes."""
     budget, outlook = recipe.memory.budget, stored.outlook
     if outlook is None:
         return False
@@ -235,7 +235,7 @@ def _words_on_trying(more: Sequence[str] = ()) -> str:
 
 @dataclass(frozen=True)
 class _Question:
-    """A recipe and its parts, for which a step specification is chosen."""
+    """A recipe and its parts, for which a specification is chosen."""
 
     recipe: Recipe
     data: Data
@@ -246,7 +246,7 @@ class _Question:
     teacher: Teacher | None = None
 
     def without_plan(self, stored: Plan | None) -> StepSpec:
-        """The batch as one micro-batch, and what every technique does without a plan."""
+        """The whole batch as one micro-batch, and the value of every technique without a plan."""
         case = self.case
         spec = StepSpec.of(
             self._micro_batch(), case.precision, values_without_plan(case, None if stored is None else stored.spec)
@@ -271,7 +271,7 @@ class _Question:
         return Decision(row.spec, replace(outlook_of(planner, row), why=why_chosen(planner, ladder, row)))
 
     def by_measuring(self, trials: TrialSteps) -> Decision:
-        """Let trial steps on the device choose; all processes measure the same ones."""
+        """Let trial steps on the device choose; all processes measure the same steps."""
         budget = resolve_budget(self.recipe.memory.budget, self.engine.device) or 0
         budget = self.engine.decide_on_main_process(lambda: budget)  # free memory differs by process
         asked = micro_batch_asked(self.recipe, max(self.tokens.train.lengths))
@@ -315,7 +315,7 @@ class _Question:
         @cache
         def find(how: str) -> str | None:
             row = self.data.task.collate([self.tokens.train[0]])
-            here = next(self.loaded.model.parameters()).device  # weights may be loaded in host memory
+            here = next(self.loaded.model.parameters()).device  # weights may be loaded into host memory
             is_placed, dtype = here == self.engine.device, self.engine.compute_dtype
             cast = torch.autocast(here.type, dtype or torch.bfloat16, enabled=dtype is not None)
             with self.engine.autocast() if is_placed else cast:
@@ -325,7 +325,7 @@ class _Question:
 
     def _planner(self) -> RecipePlanner:
         target = target_here(self.engine.device, self.recipe.memory.budget)
-        if target.is_cpu:  # weights that are loaded already will be counted by the prediction
+        if target.is_cpu:  # the prediction counts weights that are already loaded
             target = target.without_loaded(self.loaded.model)
             if self.teacher is not None and self.teacher.model is not None:
                 target = target.without_loaded(self.teacher.model)
@@ -343,7 +343,7 @@ class _Question:
 
 
 def outlook_of(planner: RecipePlanner, row: Row) -> Outlook:
-    """The prediction for a run: of a step, or of an evaluation where that needs more."""
+    """The prediction for a run: that of a step, or of an evaluation if it needs more memory."""
     estimate, needed = row.estimate, planner.needed_bytes(row)
     peak, parts, rows, eval_peak = estimate.allocated_bytes, estimate.parts, None, None
     evaluation = planner.evaluation(row.spec)

@@ -1,4 +1,4 @@
-"""Text of a ladder: a table with bars, the reason for the chosen row, and changes that would help if none fits."""
+"""The text of a ladder: a table with bars, the reason for the chosen row, and changes that would help if none fits."""
 
 import shutil
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ LETTERS = {
 }
 _WIDE_TERMINAL, _WIDE_BAR, _NARROW_BAR = 120, 32, 20
 _MOST_SHOWN = 12
-_WORTH_NAMING = 1.01  # times the speed of the chosen plan: what is less is within the noise of a prediction
+_WORTH_NAMING = 1.01  # times the speed of the chosen plan: smaller differences are within the noise of a prediction
 
 
 @dataclass(frozen=True)
@@ -31,14 +31,14 @@ class Rung:
     """A row of the ladder with everything that its table shows.
 
     Attributes:
-        spec: How the step is made.
+        spec: The specification of the step.
         parts: Bytes by anatomy, including the allocator's slack and device memory outside the allocator.
         tokens_s: Tokens per second.
         step_s: Seconds per step.
-        run_s: Seconds of the whole run; None if its length is not known.
+        run_s: Seconds of the whole run; None if its length is unknown.
         fits: Whether it runs within the budget.
         is_chosen: Whether it is the chosen plan.
-        is_alternative: Whether it is another method, which is never chosen.
+        is_alternative: Whether it uses another method, which a plan never chooses.
         most_rows: With `--max-batch`, the largest batch that fits as one micro-batch with these techniques.
         longest: With `--longest`, the longest rows that fit with these techniques and the smallest micro-batch.
         longest_host_bytes: The host memory that those rows need.
@@ -68,7 +68,7 @@ def rung(row: Row, needed_bytes: int, num_steps: int | None) -> Rung:
     Args:
         row: The row.
         needed_bytes: The smallest allocator limit under which it runs.
-        num_steps: Steps of the run; None if not known.
+        num_steps: Steps of the run; None if unknown.
     """
     estimate = row.estimate
     slack = max(0, needed_bytes - estimate.allocated_bytes)
@@ -78,7 +78,7 @@ def rung(row: Row, needed_bytes: int, num_steps: int | None) -> Rung:
 
 
 def words_of(spec: StepSpec, reference: StepSpec | None = None) -> str:
-    """A specification in words, such as "micro-batch 4, recompute all, loss chunked".
+    """Describe a specification, such as "micro-batch 4, recompute all, loss chunked".
 
     Args:
         spec: The specification.
@@ -90,7 +90,7 @@ def words_of(spec: StepSpec, reference: StepSpec | None = None) -> str:
 
 
 def shown(rungs: Sequence[Rung]) -> list[Rung]:
-    """At most a dozen rungs. Dropped first: rungs that the same techniques beat, then the largest that do not fit."""
+    """At most a dozen rungs. First dropped: rungs beaten by the same techniques, then the largest that do not fit."""
     kept = list(rungs)
     while len(kept) > _MOST_SHOWN:
         own = [one for one in kept if not one.is_alternative]
@@ -118,7 +118,7 @@ def _smallest(rungs: Sequence[Rung]) -> Rung:
 
 
 def table(rungs: Sequence[Rung], budget_bytes: int, reference: StepSpec) -> tuple[list[str], list[list[str]]]:
-    """Header and rows for the terminal."""
+    """Return the header and the rows for the terminal."""
     has_run = any(one.run_s is not None for one in rungs)
     asked = [(name, key) for name, key in (("largest batch", "most_rows"), ("longest rows", "longest"))]
     asked = [(name, key) for name, key in asked if any(getattr(one, key) is not None for one in rungs)]
@@ -128,7 +128,7 @@ def table(rungs: Sequence[Rung], budget_bytes: int, reference: StepSpec) -> tupl
     header = ["", "plan", bars, unit_name, "tokens/s", *(["run"] if has_run else []), *(name for name, _ in asked)]
     header += ["host memory", ""] if has_host else [""]
     whole = max([budget_bytes, *(one.total_bytes for one in rungs)])
-    if budget_bytes > 4 * max(one.total_bytes for one in rungs):  # else the bars would be too short to read
+    if budget_bytes > 4 * max(one.total_bytes for one in rungs):  # otherwise the bars would be too short to read
         whole = max(one.total_bytes for one in rungs)
     rows = []
     for one in rungs:
@@ -143,12 +143,12 @@ def table(rungs: Sequence[Rung], budget_bytes: int, reference: StepSpec) -> tupl
 
 
 def unit_of(sizes: Sequence[int]) -> tuple[int, str]:
-    """GiB, or MiB where everything is small."""
+    """GiB, or MiB if all values are small."""
     return (GIB, "GiB") if max(sizes) >= GIB else (2**20, "MiB")
 
 
 def bar(parts: Mapping[str, int], budget_bytes: int, whole_bytes: int) -> str:
-    """The anatomy as a row of letters; `|` marks the end of the budget."""
+    """Return the anatomy as a row of letters; `|` marks the end of the budget."""
     width = _WIDE_BAR if shutil.get_terminal_size().columns >= _WIDE_TERMINAL else _NARROW_BAR
     cells, filled = "", 0
     for part, letter in LETTERS.items():
@@ -160,7 +160,7 @@ def bar(parts: Mapping[str, int], budget_bytes: int, whole_bytes: int) -> str:
 
 
 def gib(num_bytes: int) -> str:
-    """Bytes with two decimals; plans often differ in the second."""
+    """Format bytes with two decimals; plans often differ only in the second."""
     return f"{num_bytes / GIB:,.2f} GiB" if num_bytes >= GIB else format_bytes(num_bytes)
 
 

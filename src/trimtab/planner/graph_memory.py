@@ -1,9 +1,9 @@
 """The memory of micro-batches that are replayed from CUDA graphs.
 
-What a capture allocates stays reserved in a separate memory pool for the whole run. Nothing but a replay can use it:
-clipping, the optimizer and evaluations need memory outside the pool. Gradients are allocated once, outside of the pool.
+Memory allocated during a capture stays reserved in a separate memory pool for the whole run. Only replays can use it:
+clipping, the optimizer and evaluations need memory outside the pool. Gradients are allocated once, outside the pool.
 
-The pool is predicted for the largest size of micro-batch. Smaller sizes are assumed to fit into the memory that the
+The pool is predicted for the largest micro-batch size. Smaller sizes are assumed to fit into the memory that the
 largest one leaves free after its capture, and the inputs that every size keeps, a few numbers per token, are not
 counted.
 """
@@ -15,7 +15,7 @@ from trimtab.planner.allocator import EMPTY_CACHE, peaks
 from trimtab.planner.trace.recorder import Birth, Event, Trace
 
 _POOL = -2  # the storage that represents the pool
-_IN_GRAPHS = " in graphs"  # ends the name of a workspace of the stream that captures
+_IN_GRAPHS = " in graphs"  # suffix of the name of a workspace of the capturing stream
 _STAYS = ("weights", "inputs", "state", "library")
 
 
@@ -24,10 +24,10 @@ class GraphMemory:
     """The allocations of a step whose micro-batches are captured.
 
     Attributes:
-        before: Outside of the pool, until the first capture: the same micro-batch runs once without a graph and is
-            undone, then gradients are allocated for the whole run.
-        pool: In the pool, while the largest micro-batch is captured.
-        after: Outside of the pool from then on.
+        before: Allocations outside the pool, until the first capture: the same micro-batch runs once without a graph
+            and is undone, then gradients are allocated for the whole run.
+        pool: Allocations in the pool, while the largest micro-batch is captured.
+        after: Allocations outside the pool from then on.
     """
 
     before: tuple[Event, ...]
@@ -35,7 +35,7 @@ class GraphMemory:
     after: tuple[Event, ...]
 
     def events(self, *, expandable: bool = True) -> tuple[Event, ...]:
-        """All allocations, with the pool as a single one that is never freed.
+        """All allocations; the pool is a single one that is never freed.
 
         A capture cannot release memory to stay under a limit, so the pool has the size that it gets without a limit.
         """
@@ -43,7 +43,7 @@ class GraphMemory:
         return (*self.before, EMPTY_CACHE, Event(_POOL, held), *self.after)
 
     def beside(self, trace: Trace) -> "GraphMemory":
-        """Other work while the pool is held; it includes the workspaces, which are in the pool."""
+        """The allocations of other work while the pool is held, including the workspaces, which are in the pool."""
         in_pool = _graph_workspaces(trace)
         return GraphMemory((), self.pool, tuple(event for event in trace.events if event.storage not in in_pool))
 
@@ -70,13 +70,13 @@ def graph_memory(trace: Trace) -> GraphMemory:
 
 
 def with_graph_workspaces(trace: Trace) -> Trace:
-    """Add the workspaces of libraries such as cuBLAS for the stream that captures; they have one set per stream."""
+    """Add workspaces of libraries such as cuBLAS for the capturing stream; they have one set per stream."""
     known = [birth for birth in trace.births.values() if birth.part == "library"]
     return with_kept(trace, [birth._replace(op=birth.op + _IN_GRAPHS) for birth in known])
 
 
 def with_kept(trace: Trace, births: Sequence[Birth], *, are_gradients: bool = False) -> Trace:
-    """Add storages to a trace that exist before it and are not freed in it."""
+    """Add storages to a trace that exist before it and are never freed in it."""
     first = 1 + max(trace.births, default=0)
     added = {first + number: birth for number, birth in enumerate(births)}
     events = tuple(Event(storage, birth.size) for storage, birth in added.items())

@@ -1,4 +1,4 @@
-"""Predicts the host memory and the disk space of a run on a GPU."""
+"""Predict the host memory and the disk space of a run on a GPU."""
 
 from dataclasses import dataclass
 
@@ -8,8 +8,8 @@ from trimtab.techniques.base import TO_HOST, WEIGHTS_FROM_HOST, WEIGHTS_TO_HOST,
 GIB = 2**30
 # Python, torch, transformers, CUDA's libraries and a loader's worker: 1.6 to 2.3 GiB were measured on H200 hosts.
 PROCESS_BYTES = 23 * GIB // 10
-_PAGED_BYTES = 2  # of 8-bit Adam state per trainable parameter
-_SPARE_CHECKPOINTS = 1  # one is written before an old one is removed
+_PAGED_BYTES = 2  # bytes of 8-bit Adam state per trainable parameter
+_SPARE_CHECKPOINTS = 1  # a checkpoint is written before an old one is removed
 
 
 @dataclass(frozen=True)
@@ -17,10 +17,10 @@ class HostPrediction:
     """Bytes on the host and on the disk.
 
     Attributes:
-        process: The process before it loads a model.
+        process: The memory of the process before it loads a model.
         loading: The weights until they are on the device.
         kept: Tensors that techniques keep on the host: embeddings, optimizer state, weights, gradients, activations.
-        snapshot: The copy of the state that a background save writes from.
+        snapshot: The copy of the state that a background save writes.
         checkpoint: One checkpoint on disk.
         model: The exported model or adapter.
         num_checkpoints: Maximum number of checkpoints on disk.
@@ -48,14 +48,14 @@ class HostPrediction:
 
 @dataclass(frozen=True)
 class TracedTensors:
-    """Bytes of tensors of a traced step that determine the use of the host.
+    """Sizes in bytes of the tensors of a traced step that determine the use of the host.
 
     Attributes:
-        gradients: On the device.
+        gradients: Gradients on the device.
         state: Optimizer state on the device.
         streamed_weights: Weights on the host.
         streamed_state: Optimizer state on the host.
-        activations: The most activations on the host.
+        activations: Peak of the activations on the host.
     """
 
     gradients: int
@@ -66,7 +66,7 @@ class TracedTensors:
 
     @classmethod
     def of(cls, trace: Trace) -> "TracedTensors":
-        """Those of a trace."""
+        """Return the sizes in a trace."""
         return cls(
             gradients=sum(trace.births[storage].size for storage in trace.gradients),
             state=sum(birth.size for birth in trace.births.values() if birth.part == "state"),
@@ -88,19 +88,19 @@ def predict_host(
     """Predict host memory and disk space from the trainable parameters and optimizer state in a trace.
 
     Args:
-        tensors: Of the trace of a training step.
+        tensors: Sizes of tensors in the trace of a training step.
         loaded_bytes: Bytes of the weights in the dtype that they are loaded in.
-        use: What techniques change.
+        use: The changes by techniques.
         num_kept: Number of checkpoints to keep; 0 if none is written.
-        trained_bytes: Bytes of the trainable parameters in the dtype that they are updated in; None = as they are on
-            the device.
+        trained_bytes: Bytes of the trainable parameters in the dtype that they are updated in; None means the same
+            dtype as on the device.
         shares_weights: Whether the weights that are updated on the host are also those that are streamed from it.
     """
     trained = tensors.gradients if trained_bytes is None else trained_bytes
     paged = trained // 4 * _PAGED_BYTES if use.pages_state else 0
     state = tensors.state + tensors.streamed_state
     streamed = 0 if use.updates_on_host and shares_weights else tensors.streamed_weights
-    if use.updates_on_host:  # none of it is on the device
+    if use.updates_on_host:  # no state is on the device
         state, paged = int(trained * use.state_ratio), 0
     saved = trained + state + paged
     moved = 2 * trained + state if use.updates_on_host else 0  # weights and gradients
@@ -116,14 +116,14 @@ def predict_host(
 
 
 def activations_on_host(trace: Trace) -> int:
-    """The most bytes of activations that a traced step has on the host: what the forward of a micro-batch sends."""
+    """Peak bytes of activations that a traced step has on the host: those sent in the forward of a micro-batch."""
     return _most_in_forward(trace, TO_HOST)
 
 
 def weights_on_host(trace: Trace) -> int:
-    """Bytes of streamed weights: what the forward of a micro-batch fetches.
+    """Bytes of streamed weights: those fetched in the forward of a micro-batch.
 
-    If the state of an optimizer is streamed, that of the last block is fetched in forward, and is counted here.
+    If optimizer state is streamed, the state of the last block is fetched in forward and counted here.
     """
     return _most_in_forward(trace, WEIGHTS_FROM_HOST)
 
@@ -135,11 +135,11 @@ def state_on_host(trace: Trace) -> int:
 
 
 def _most_in_forward(trace: Trace, name: str) -> int:
-    """The most bytes that go in one direction over the host link in the forward of a micro-batch."""
+    """Maximum number of bytes copied in one direction over the host link in the forward of a micro-batch."""
     most = sent = 0
     stage = ""
     for op in trace.ops:
-        if op.stage == "forward" and stage != "forward":  # of another micro-batch
+        if op.stage == "forward" and stage != "forward":  # the start of another micro-batch
             sent = 0
         stage = op.stage
         if op.name == name and op.stage == "forward":

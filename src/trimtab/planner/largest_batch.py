@@ -1,7 +1,7 @@
-"""Finds the largest batch of a user's DataLoader without iterating it.
+"""Find the largest batch of a user's DataLoader without iterating it.
 
 Rows are read from its dataset and collated by its `collate_fn`. Its sampler is not used, and the state of every random
-generator involved is restored, so the loop sees the same batches as without this.
+generator involved is restored, so the loop gets the same batches as without this.
 """
 
 import copy
@@ -30,7 +30,7 @@ class LargestBatch:
     """The largest batch of a loader, as inputs of the model.
 
     Attributes:
-        inputs: The batch, its tensors on meta.
+        inputs: The batch, with tensors on meta.
         rows: Number of rows.
         length: Tokens per row, including padding; None if rows have no length.
         is_padded: Whether some batches contain padding.
@@ -71,14 +71,14 @@ def largest_batch(loader: DataLoader[Any], num_parts: int = 1) -> LargestBatch:
         num_parts: Number of processes that share a batch.
 
     Raises:
-        NoBatch: It cannot be determined, or it is not a mapping of the model's inputs.
+        NoBatch: The largest batch cannot be determined, or is not a mapping of the model's inputs.
     """
     dataset = loader.dataset
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
         raise NoBatch("the loader reads a stream, whose rows are not known in advance")
     with preserve_host_random_state():
         dataset, collate = _with_own_generators(dataset), _with_own_generators(loader.collate_fn)
-        if loader.batch_sampler is None:  # rows come one by one, or the dataset makes batches
+        if loader.batch_sampler is None:  # rows are read one by one, or the dataset makes batches
             return _seen(collate(dataset[0]), 1, None, "the first of the dataset")
         size = getattr(loader.batch_sampler, "batch_size", None)
         if not isinstance(size, int):
@@ -101,18 +101,18 @@ def largest_batch(loader: DataLoader[Any], num_parts: int = 1) -> LargestBatch:
 
 
 def _read(dataset: Any, indices: list[int]) -> list[Any]:
-    if hasattr(dataset, "__getitems__"):  # as DataLoader reads them
+    if hasattr(dataset, "__getitems__"):  # in the same way as DataLoader
         return list(dataset.__getitems__(indices))
     return [dataset[index] for index in indices]
 
 
 def _with_own_generators(thing: Any) -> Any:
-    """A shallow copy with copies of its random generators; the object itself if it has none."""
+    """Return a shallow copy with copies of its random generators, or the object itself if it has none."""
     held = getattr(thing, "__dict__", None)
     if not held or isinstance(thing, type | FunctionType):
         return thing
     copies = {name: _copied(value) for name, value in held.items() if _is_generator(value)}
-    if not copies and not hasattr(thing, "seed"):  # with a seed some collators make a generator in their first call
+    if not copies and not hasattr(thing, "seed"):  # with a seed, some collators create a generator in their first call
         return thing
     other = copy.copy(thing)
     other.__dict__.update(copies)
@@ -129,7 +129,7 @@ def _copied(generator: Any) -> Any:
 
 
 def _sizes_of(row: Any) -> dict[Any, int]:
-    """The size of every field of a row that is a sequence or an array: tokens, or numbers of an image."""
+    """Return the size of every field of a row that is a sequence or an array: tokens, or numbers of an image."""
     if isinstance(row, Mapping):
         fields = list(row.items())
     elif isinstance(row, list | tuple):
@@ -146,12 +146,12 @@ def _is_sequence(value: Any) -> bool:
 
 
 def _size_of(value: Any) -> int:
-    # the first dimension of an image is that of its colours, and that of a spectrogram its frequencies
+    # the first dimension of an image is its colour channels, that of a spectrogram its frequencies
     return math.prod(value.shape) if hasattr(value, "shape") else len(value)
 
 
 def _largest(sizes: Sequence[dict[Any, int]], count: int) -> list[int]:
-    """Positions of the largest rows, including the largest of every field, because a batch is padded to it."""
+    """Positions of the largest rows, including the largest of every field, because batches are padded to it."""
     names = list(dict.fromkeys(name for row in sizes for name in row))
     if not names:
         return list(range(count))
@@ -172,7 +172,7 @@ def _seen(batch: Any, rows: int, is_uneven: bool | None, origin: str) -> Largest
     has_padding = isinstance(mask, torch.Tensor) and bool((mask == 0).any())
     tokens = values.get(_TOKENS)
     length = int(tokens.shape[1]) if isinstance(tokens, torch.Tensor) and tokens.dim() > 1 else None
-    # where there are no tokens: images, or sounds
+    # for rows without tokens: images or sounds
     arrays = [tokens, *values.values()]
     first = next((value for value in arrays if isinstance(value, torch.Tensor) and value.dim()), None)
     if first is not None:

@@ -27,14 +27,14 @@ def measure_plan(
     """Choose micro-batch size and techniques by trial steps.
 
     Args:
-        trials: Runs them.
+        trials: Runs the trial steps.
         start: The step without a plan.
         case: The input of the techniques' rules.
         sizes: Micro-batch sizes that may be chosen.
         budget_bytes: The memory that the run may use.
 
     Raises:
-        DoesNotFit: No trial step fits; with what the smallest one needs, and what would fit.
+        DoesNotFit: No trial step fits. The message says what the smallest one needs, and what would fit.
         TrialError: A trial step failed for another reason.
     """
     room = int(budget_bytes * (1 - SPARE))

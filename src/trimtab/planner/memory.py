@@ -1,4 +1,4 @@
-"""Predicts the memory of a step: the peak of its trace, split by anatomy, and the allocator limit that it needs."""
+"""Predict the memory of a step: the peak of its trace, split by anatomy, and the allocator limit that it needs."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,17 +16,20 @@ from trimtab.report.step_record import Moment
 
 @dataclass(frozen=True)
 class Prediction:
-    """The memory of one training step on a GPU.
+    """The predicted memory of one training step on a GPU, in bytes.
+
+    Besides the attributes, `needed` is the smallest allocator limit under which the step runs, and `reserved` is what
+    the allocator reserves without a limit.
 
     Attributes:
         allocated: Peak bytes of tensors, as `torch.cuda.max_memory_allocated` counts them.
-        parts: The same bytes by anatomy, at the moment of the peak.
+        parts: The same bytes by anatomy, at the time of the peak.
         stage: Stage of the step in which the peak occurs.
         outside: Device bytes that the allocator does not manage, such as the CUDA context.
-        trace: The trace that it was computed from.
+        trace: The trace that the prediction was computed from.
         expandable: Whether the allocator has expandable segments.
-        graphs: The memory that CUDA graphs hold; None if the step is not captured. `allocated` is the peak while they
-            are captured: torch does not count what a replay uses.
+        graphs: The memory that CUDA graphs hold; None if the step is not captured. `allocated` is the peak during the
+            capture, because torch does not count the memory of a replay.
     """
 
     allocated: int
@@ -60,23 +63,23 @@ class Prediction:
     def fits(self, budget: int) -> bool:
         """Whether the step runs within a budget in bytes; cheaper than `needed`, which searches for a limit."""
         room = budget - self.outside
-        if self.expandable and room < self.allocated:  # fixed segments may keep smaller remainders under a limit
+        if self.expandable and room < self.allocated:  # with fixed segments, a limit may leave smaller remainders
             return False
         return runs_under(self._events, room, expandable=self.expandable)
 
     def with_fixed_segments(self) -> "Prediction":
-        """The same step with fixed segments: blocks keep remainders of up to 1 MiB, which count as allocated."""
+        """Return the prediction for fixed segments: blocks keep remainders of up to 1 MiB, which count as allocated."""
         allocated, _ = peaks(self.trace.events, expandable=False)
         kept = allocated - sum(self.parts.values())
         parts = {**self.parts, "temporaries": self.parts["temporaries"] + kept}
         return replace(self, allocated=allocated, parts=parts, expandable=False)
 
     def timeline(self, num_points: int = 200, device: Device | None = None) -> list[Moment]:
-        """Allocated memory over the step by anatomy, downsampled by the maximum of each interval.
+        """Return the allocated memory over the step by anatomy, as the maximum of each interval.
 
         Args:
-            num_points: The number of intervals, at most.
-            device: Spaces moments by the predicted time on a device; None by the number of allocations and frees.
+            num_points: The maximum number of intervals.
+            device: The device whose predicted times are the time axis; None counts allocations and frees instead.
         """
         return step_record(self.trace, device).timeline(num_points)
 
@@ -104,7 +107,7 @@ def predict_captured(trace: Trace, *, with_kernels: bool = False) -> Prediction:
     """Predict the memory of a step whose micro-batches are replayed from CUDA graphs.
 
     Args:
-        trace: A step of two micro-batches: from the second on gradients exist, as in every captured one.
+        trace: A step of two micro-batches: gradients exist from the second on, as in every captured one.
         with_kernels: As in `predict`.
     """
     trace = with_graph_workspaces(trace)

@@ -1,4 +1,4 @@
-"""The predicted memory of a step as a picture: its record, and the page around it."""
+"""A picture of the predicted memory of a step: its record, and the page that shows it."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -21,7 +21,7 @@ def predicted_record(planner: RecipePlanner, spec: StepSpec) -> StepRecord:
     found, target = planner.prediction(spec), planner.target
     if target.is_cpu:
         beyond = {"outside the allocator": found.outside}
-    else:  # the slack includes what fixed segments leave in blocks
+    else:  # the slack includes the remainders that fixed segments leave in blocks
         slack = max(0, found.needed - sum(predict(found.trace).parts.values()))
         beyond = {"allocator slack": slack, "outside the allocator": found.outside}
     return step_record(found.trace, target.device, name=target.name, beyond=beyond)
@@ -38,8 +38,8 @@ def page_of(planner: RecipePlanner, spec: StepSpec, records: Sequence[StepRecord
 
     Args:
         planner: The planner of its recipe.
-        spec: How the step is made.
-        records: What to draw.
+        spec: The specification of the step.
+        records: The records to draw.
         title: Heading of the page.
     """
     target, prediction, shape = planner.target, planner.prediction(spec), planner.shape(spec)

@@ -1,7 +1,7 @@
-"""Writes a picture of the memory of a step that ran out of it, into the folder of the run.
+"""Write a picture of the memory of a step that ran out of memory, into the run folder.
 
-It shows what the allocator held at that moment, where that is known (on CUDA), and the prediction of the same step. A
-run continues after most failures, so nothing here may raise, and random numbers are the same afterwards.
+It shows what the allocator held at that time, if that is known (on CUDA), and the prediction of the same step. A run
+continues after most failures, so this code must not raise, and it leaves random numbers unchanged.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ _NAMELESS = (
 
 
 class OutOfMemoryPicture:
-    """Draws a failed step of a run.
+    """Draw a failed step of a run.
 
     Args:
         run: The run.
@@ -43,7 +43,7 @@ class OutOfMemoryPicture:
         self._moment: StepRecord | None = None
 
     def capture(self, model: torch.nn.Module, optimizer: Any) -> None:
-        """Note what the allocator holds, while the failed step still holds its tensors."""
+        """Record what the allocator holds, while the failed step still holds its tensors."""
         self._moment = None
         with contextlib.suppress(Exception):  # the failure itself is reported in any case
             self._moment = memory_now(model, optimizer, self._run.engine.device)

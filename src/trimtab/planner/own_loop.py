@@ -1,8 +1,8 @@
-"""`Engine(memory_budget=…)`: keeps a user's own loop within a budget; decides in `Engine.prepare`.
+"""`Engine(memory_budget=…)`: keep a user's own loop within a budget; the decision is made in `Engine.prepare`.
 
 The step is traced on a copy of the user's model without weights (`trace/own_step.py`), with the largest batch of the
-loader. Exact techniques are searched first, those that change results slightly only where these do not fit, and every
-decision is logged.
+loader. Exact techniques are searched first; techniques that change results slightly are used only if these do not fit.
+Every decision is logged.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -45,7 +45,7 @@ from trimtab.techniques.optimizer_state import OptimizerState
 from trimtab.units import format_bytes, parse_bytes
 
 _LENGTH_STEP = 64  # of the search for shorter rows
-_STEPS_UNTIL_STEADY = 2  # an optimizer makes its state in the first
+_STEPS_UNTIL_STEADY = 2  # an optimizer creates its state in the first step
 _ALLOWANCES = ("8bit",)
 
 
@@ -54,9 +54,9 @@ class Chosen:
     """The decision for a loop.
 
     Attributes:
-        spec: How its step is made.
-        allocated_bytes: The predicted peak of allocated tensors, with those that existed before.
-        total_bytes: What the device needs by that prediction.
+        spec: The specification of its step.
+        allocated_bytes: The predicted peak of allocated tensors, including those that existed before.
+        total_bytes: The predicted memory needed on the device.
     """
 
     spec: StepSpec
@@ -65,15 +65,15 @@ class Chosen:
 
 
 class OwnLoop:
-    """The memory planner of a user's loop. From its creation on the process is capped at the budget.
+    """The memory planner of a user's loop. Once it is created, the process is limited to the budget.
 
     Args:
-        budget: Such as "8GiB"; "auto" is what the device has free.
-        allow: "8bit" lets the optimizer keep its state in 8 bits.
+        budget: A size such as "8GiB"; "auto" uses the free memory of the device.
+        allow: "8bit" allows the optimizer to keep its state in 8 bits.
         device: The device whose memory is limited.
 
     Raises:
-        RecipeError: The device has less memory, or an allowance is not known.
+        RecipeError: The device has less memory than the budget, or `allow` contains an unknown technique.
     """
 
     def __init__(self, budget: str | int, allow: Sequence[str], device: torch.device) -> None:
@@ -106,7 +106,7 @@ class OwnLoop:
                 return str(error)
             except (NoBatch, RecipeError) as error:
                 say(f"memory_budget: no prediction, nothing is changed: {error}; {self._held}")
-            except Exception as error:  # a model that cannot be traced may train all the same
+            except Exception as error:  # a model that cannot be traced may still train
                 what = summarize_error(error)
                 say(f"memory_budget: the step cannot be traced ({what}), nothing is changed; {self._held}")
             return None
@@ -130,7 +130,7 @@ class OwnLoop:
         accelerator = replace(target.accelerator, is_here=True)
         case = Case(model, accelerator, precision, None, self._allow, optimizer=optimizer)
         planner = _LoopPlanner(step, case, target, batch, num_parts, _other_bytes(engine.device, model, parts))
-        if target.is_cpu:  # what tracing imports belongs to the process from then on
+        if target.is_cpu:  # modules that tracing imports belong to the process from then on
             planner.prediction(planner.space.reference())
             planner.target = self._target(model)
         try:
@@ -202,7 +202,7 @@ class OwnLoop:
         return f"{self._device} cannot be capped at {format_bytes(self._budget)}: exceeding it is only reported"
 
     def _watch(self, optimizer: torch.optim.Optimizer, chosen: Chosen) -> None:
-        """Log the measured peak once; where memory cannot be capped, log when the budget is exceeded."""
+        """Log the measured peak once; if memory cannot be limited, log when the budget is exceeded."""
         device, num_steps = self._device, 0
 
         def stepped(*_: Any) -> None:
@@ -222,7 +222,7 @@ class OwnLoop:
 
 
 class _LoopPlanner:
-    """Predicts and searches the steps of a loop; see `trimtab.planner.decide.StepPlanner`."""
+    """Predict and search the steps of a loop; see `trimtab.planner.decide.StepPlanner`."""
 
     def __init__(
         self, step: OwnStep, case: Case, target: Target, batch: LargestBatch, num_parts: int, other_bytes: int
@@ -237,7 +237,7 @@ class _LoopPlanner:
         return Space((self._batch.rows,), self._case.precision, axes_of(self._case))
 
     def choose(self, *, thorough: bool = False) -> Ladder:
-        """Search exact techniques first, and those that change results slightly only if none of these fits."""
+        """Search exact techniques first, and those that change results slightly only if none of the exact ones fits."""
         room, axes = self.target.room(SPARE), self.space.axes
         exact = [replace(a, values=a.values[:1]) if a.technique.effect == "rounding" else a for a in axes]
         found = search(replace(self.space, axes=tuple(exact)), self._estimate, room=room)
@@ -250,7 +250,7 @@ class _LoopPlanner:
         return Estimate(fits, found.allocated, found.outside, found.parts, seconds, 0.0)
 
     def prediction(self, spec: StepSpec, batch: LargestBatch | None = None) -> Prediction:
-        """The memory of a step, each traced once."""
+        """The memory of a step; each step is traced once."""
         batch = batch or self._batch
         key = spec, batch.rows, batch.length
         if key not in self._known:
@@ -273,7 +273,7 @@ class _LoopPlanner:
     # ------------------------------------------------------------------ changes that would fit
 
     def changes(self, row: Row) -> Iterator[Change]:
-        """Changes to the loop that may make it fit, the least change first."""
+        """Changes to the loop that may make it fit, smallest change first."""
         spec, batch = row.spec, self._batch
         if batch.rows > 1:
             rows = self._largest(spec, lambda rows: batch.resized(rows=rows), batch.rows)
@@ -358,7 +358,7 @@ def _trained(parts: tuple[Any, ...]) -> tuple[torch.nn.Module, torch.optim.Optim
 
 
 def _other_bytes(device: torch.device, model: torch.nn.Module, parts: tuple[Any, ...]) -> int:
-    """Bytes on a GPU, now or later, other than the trained model; 0 on a CPU, where process memory includes them."""
+    """Bytes on a GPU, now or later, except the trained model's; 0 on a CPU, where process memory includes them."""
     if device.type == "cpu":
         return 0
     own = sum(parameter.nbytes for parameter in model.parameters() if parameter.device == device)
@@ -368,7 +368,7 @@ def _other_bytes(device: torch.device, model: torch.nn.Module, parts: tuple[Any,
 
 
 def _tell_schedules(before: torch.optim.Optimizer, after: torch.optim.Optimizer) -> None:
-    """Keep schedules working: they hold the original optimizer and check whether it has stepped."""
+    """Keep schedulers working: they hold the original optimizer and check whether it has stepped."""
 
     def stepped(*_: Any) -> None:
         before._opt_called = True  # type: ignore[attr-defined]

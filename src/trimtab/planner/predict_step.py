@@ -1,4 +1,4 @@
-"""Predicts the memory of one step from its settings alone: no recipe, no data, no GPU."""
+"""Predict the memory of one step from its settings alone: no recipe, no data, no GPU."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -46,29 +46,37 @@ def predict_step_memory(
     max_grad_norm: float | None = 1.0,
     **techniques: Any,
 ) -> Prediction:
-    """Predict the memory of a training step on a GPU, without one, without weights and without data.
+    """Predict the memory of a training step on a GPU; neither the GPU nor weights or data are needed.
 
     Args:
-        model: A config as a dict with its `model_type`, or a folder or name that has one.
-        task: As in a recipe: "causal-lm", "classify" …
+        model: A config as a dict with its `model_type`, or the folder or name of a model that has a config.
+        task: The task, as in a recipe: "causal-lm", "classify" …
         micro_batch: Rows of one forward.
         length: Tokens of each row.
-        gpu: A device of the catalog, such as "t4" or "RTX 4090".
-        precision: As `train.precision`; "auto" is what the device computes natively.
-        mask: "padded" where rows of a batch differ in length; "none" and "full" are the same to trimtab's own step.
-        target_length: Tokens to generate, for a model with an encoder and a decoder; `length` if left out.
-        num_micro_batches: Micro-batches of an optimizer step: from the second on gradients exist already.
-        code: "trimtab" is the step that `fit` takes; "transformers" that of a plain loop: autocast, the model's own
-            loss, one batch, an optimizer of torch.
-        implementation: The optimizer of a plain loop: "fused" (if left out) or "foreach".
-        max_grad_norm: The norm that gradients are clipped to; None does not clip.
-        techniques: How the step is made, by the keys of plan.json, with values as in a recipe: `optimizer="adamw8bit"`,
-            `adapter={"kind": "lora", "rank": 16}`, `loss="chunked"` … What is left out is not used; the optimizer is
-            adamw, and the attention backend follows its rule.
+        gpu: A GPU of the catalog, such as "t4" or "RTX 4090".
+        precision: As `train.precision`; "auto" uses what the device computes natively.
+        mask: "padded" if the rows of a batch differ in length; "none" and "full" make no difference for
+            `code="trimtab"`.
+        target_length: Tokens to generate, for an encoder-decoder model; by default `length`.
+        num_micro_batches: Micro-batches of an optimizer step. From the second one on, gradients already exist.
+        code: "trimtab" for the step of `fit`; "transformers" for that of a plain loop: autocast, the model's own loss,
+            one batch, a torch optimizer.
+        implementation: The optimizer implementation of a plain loop: "fused" (the default) or "foreach".
+        max_grad_norm: The norm to which gradients are clipped; None does not clip.
+        techniques: The techniques of the step, by the keys of plan.json, with values as in a recipe:
+            `optimizer="adamw8bit"`, `adapter={"kind": "lora", "rank": 16}`, `loss="chunked"` … Other techniques are not
+            used; the default optimizer is adamw, and the attention backend follows its rule.
+
+    Returns:
+        The prediction; `total` is the memory that the step needs on the device, in bytes.
 
     Raises:
-        RecipeError: A value is not known, or values are not possible together.
-        ModelError: There is no such model for the task, or its step cannot be traced.
+        RecipeError: A value is unknown, or values cannot be combined.
+        ModelError: The model does not exist or does not suit the task, or its step cannot be traced.
+
+    Example:
+        prediction = predict_step_memory("meta-llama/Llama-3.2-1B", "causal-lm", 4, 2048, gpu="rtx-4090")
+        print(prediction.total / 2**30, "GiB", dict(prediction.parts))
     """
     numbers = {"micro_batch": micro_batch, "length": length, "num_micro_batches": num_micro_batches}
     _check_names(gpu, mask, code, implementation)
@@ -87,7 +95,8 @@ def predict_step_memory(
             found = _plain_step(recipe, shape, num_micro_batches, target, mask, implementation or "fused")
     except TrimtabError:
         raise
-    except Exception as error:  # models whose forward reads values, or has kernels that meta does not
+    # models whose forward reads values, or uses kernels without an implementation for meta tensors
+    except Exception as error:
         raise ModelError(
             f"this step cannot be traced ({summarize_error(error)})", "measure it: trimtab compare"
         ) from error
@@ -131,7 +140,7 @@ def _recipe(
     values: dict[str, Any] = {
         "model": {"config": dict(model), "tokenizer": "train"} if isinstance(model, Mapping) else model,
         "task": task,
-        "data": {"train": "rows.jsonl"},  # required, never read
+        "data": {"train": "rows.jsonl"},  # required, but never read
         "train": {"precision": precision, "max_grad_norm": max_grad_norm},
         "memory": {},
     }
@@ -184,7 +193,7 @@ def _plain_step(
 
 
 def _plain_options(recipe: Recipe, target: Target, num_micro: int) -> dict[str, Any]:
-    """The arguments of a plain loop, which supports few techniques."""
+    """Return the arguments of a plain loop, which supports few techniques."""
     planner = RecipePlanner(recipe, named_task(recipe), target, OneLength(1))
     options: dict[str, Any] = {}
     beyond = ["micro-batches"] if num_micro > 1 else []

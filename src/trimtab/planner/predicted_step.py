@@ -1,4 +1,4 @@
-"""What a plan asks about one step: its memory, its limit, its time. Answers of earlier plans spare the trace."""
+"""Answers to a plan's questions about one step: its memory, its limit, its time. Cached answers avoid a trace."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -15,11 +15,11 @@ from trimtab.planner.target import Target
 
 
 class PredictedStep:
-    """The memory and the time of one step on a target.
+    """The memory and time of one step on a target.
 
     Args:
-        predict: Traces the step and predicts its memory; called at most once, and only for what is not known.
-        answers: What is known of the step on this kind of target.
+        predict: Traces the step and predicts its memory; called at most once, and only for unknown answers.
+        answers: Known answers about the step on this kind of target.
         target: The device and its budget.
         with_kernels: Whether Triton or bitsandbytes kernels are loaded.
     """
@@ -82,7 +82,7 @@ class PredictedStep:
     def fits(self, budget: int) -> bool:
         """Whether the step runs within a budget in bytes."""
         room = budget - self.outside
-        if self._expandable and room < self.allocated:  # as `Prediction.fits`: nothing to replay
+        if self._expandable and room < self.allocated:  # as in `Prediction.fits`: nothing needs to be replayed
             return False
         return bool(self._answers.get(f"runs under {room}", lambda: self.prediction.fits(budget)))
 
@@ -92,5 +92,5 @@ class PredictedStep:
 
     @cached_property
     def tensors(self) -> TracedTensors:
-        """What determines the use of the host."""
+        """The sizes that determine the use of the host."""
         return TracedTensors(**self._answers.get("tensors", lambda: asdict(TracedTensors.of(self.prediction.trace))))

@@ -1,9 +1,9 @@
-"""Keeps predicted steps between plans: the trace of a step, and the numbers that plans computed from it.
+"""Cache predicted steps between plans: the trace of a step, and the numbers that plans computed from it.
 
 A step has two files. One contains the answers to what plans asked: its memory, whether it runs under a limit, its time
 on a device. The other one contains its trace, for questions that no plan has asked yet, such as another budget. Both
-are compressed JSON, named by a digest of everything that determines the step (`prediction_key.py`), so nothing in them
-is ever out of date. gzip's checksum finds damaged files; they are ignored and written again.
+are compressed JSON, named by a digest of everything that determines the step (`prediction_key.py`), so their contents
+are never out of date. gzip's checksum finds damaged files; they are ignored and written again.
 """
 
 import contextlib
@@ -21,46 +21,46 @@ from trimtab.log import log_info_once
 from trimtab.planner.trace.recorder import Trace
 from trimtab.planner.trace.stored_trace import as_plain, from_plain
 
-_MOST_BYTES = 256 * 2**20  # of all files
-_KEPT_SHARE = 0.75  # of those, after old files were removed
-_NUM_WRITES_BETWEEN_LOOKS = 200  # at the size of the folder
-_MOST_ANSWERS = 100  # about one step: a budget that is all free memory differs from run to run
+_MOST_BYTES = 256 * 2**20  # bytes of all files
+_KEPT_SHARE = 0.75  # bytes of all files after old files were removed
+_NUM_WRITES_BETWEEN_LOOKS = 200  # writes between two checks of the folder's size
+_MOST_ANSWERS = 100  # answers about one step: a budget that is all free memory differs from run to run
 _NOT_READABLE = (OSError, EOFError, ValueError, zlib.error)
 _NOT_A_TRACE = (KeyError, IndexError, TypeError, ValueError)
 
 
 class Answers:
-    """Numbers about one step, by question; this one forgets them."""
+    """Numbers about one step, by question; this class does not store them."""
 
     def get(self, question: str, compute: Callable[[], Any]) -> Any:
-        """The answer to a question, as JSON has it, or computed and kept."""
+        """Return the answer to a question as a JSON value; compute and store it if it is unknown."""
         return compute()
 
 
 class PredictionCache:
-    """The cache of a process without one: everything is traced, and nothing is kept."""
+    """A cache that stores nothing: everything is traced."""
 
     def answers(self, key: str | None) -> Answers:
         """The answers about a step.
 
         Args:
-            key: The digest of what determines it; None if that is not known.
+            key: The digest of everything that determines the step; None if unknown.
         """
         return Answers()
 
     def trace(self, key: str | None, make: Callable[[], Trace]) -> Trace:
-        """The trace of a step from the cache, or made and kept."""
+        """Return the trace of a step from the cache, or make and store it."""
         return make()
 
 
 def open_prediction_cache() -> PredictionCache:
-    """The cache in `predictions` of the cache folder; one that keeps nothing with TRIMTAB_CACHE=off."""
+    """Open the cache in `predictions` of the cache folder; with TRIMTAB_CACHE=off, one that stores nothing."""
     folder = cache_folder()
     return PredictionCache() if folder is None else PredictionFolder(folder / "predictions")
 
 
 class PredictionFolder(PredictionCache):
-    """A cache in a folder, which several processes may use at once: files are replaced as a whole.
+    """A cache in a folder, which several processes may use at the same time: files are replaced atomically.
 
     Args:
         folder: The folder; it need not exist.
@@ -88,18 +88,18 @@ class PredictionFolder(PredictionCache):
         return trace
 
     def read(self, name: str) -> dict[str, Any] | None:
-        """The content of a file; None if there is none, or it is damaged."""
+        """Return the contents of a file; None if it does not exist or is damaged."""
         path = self._path(name)
         try:
             content = json.loads(gzip.decompress(path.read_bytes()))
         except _NOT_READABLE:
             return None
-        with contextlib.suppress(OSError):  # of another user
-            os.utime(path)  # what is used is removed last
+        with contextlib.suppress(OSError):  # the file may belong to another user
+            os.utime(path)  # recently used files are removed last
         return content if isinstance(content, dict) else None
 
     def write(self, name: str, content: dict[str, Any]) -> None:
-        """Write a file, or replace it; a folder that cannot be written to keeps nothing."""
+        """Write or replace a file; if the folder cannot be written to, nothing is stored."""
         path = self._path(name)
         data = gzip.compress(json.dumps(content, separators=(",", ":")).encode(), compresslevel=1)
         try:
@@ -141,9 +141,9 @@ class _StoredAnswers(Answers):
 
 
 def remove_oldest(folder: Path, most_bytes: int) -> None:
-    """Remove the files that were not used for the longest time, if all files together have more bytes than that.
+    """Remove the least recently used files if all files together exceed this number of bytes.
 
-    Files that another process removes at the same time are none of this one's concern.
+    Files that another process removes at the same time are ignored.
     """
     found: list[tuple[float, int, Path]] = []
     for path in folder.glob("*/*"):

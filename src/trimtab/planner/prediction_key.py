@@ -1,9 +1,9 @@
 """The key of a predicted step in the cache: a digest of everything that determines its trace.
 
 Settings that no trace depends on (the learning rate, the budget, the data, where a run is written) are set to their
-defaults before a recipe is traced. So they cannot change a trace, and are not part of its key. Everything else of the
-recipe is, and: the config of the model and the shapes of its weights, the task, the GPU, the specification, the shape
-of the batch, the versions of Python and of all installed packages, and trimtab's own code.
+defaults before a recipe is traced. So they cannot change a trace, and are not part of its key. Everything else in the
+recipe is part of the key, and so are the config of the model and the shapes of its weights, the task, the GPU, the
+specification, the shape of the batch, the versions of Python and of all installed packages, and trimtab's own code.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ _OF_TRAIN = (
 _OF_MEMORY = ("budget", "allow", "micro_batch")
 _KNOWN_CODE = {"torch", "transformers", "trimtab"}  # packages whose modules are traced
 _KNOWN_FUNCTIONS = _KNOWN_CODE | {"numpy", "huggingface_hub", "packaging"} | sys.stdlib_module_names
-_VARIABLES = ("USE_HUB_KERNELS", "DISABLE_KERNEL_MAPPING")  # transformers then runs other kernels
+_VARIABLES = ("USE_HUB_KERNELS", "DISABLE_KERNEL_MAPPING")  # with these, transformers runs other kernels
 
 
 def traced_recipe(recipe: Recipe) -> Recipe:
@@ -54,7 +54,7 @@ class PredictionKeys:
     """Keys of the steps of one recipe with one method.
 
     Args:
-        recipe: Its `traced_recipe`.
+        recipe: The result of `traced_recipe`.
         task: Its task.
         gpu: The GPU that is simulated.
         model: The model without weights, with the head of the task.
@@ -65,7 +65,7 @@ class PredictionKeys:
         self, recipe: Recipe, task: StepTask, gpu: Gpu, model: torch.nn.Module, *, has_tokenizer: bool
     ) -> None:
         self._of_recipe: str | None = None
-        # a student is cut from another model, and its teacher is traced as well
+        # a student is a part of another model, and its teacher is traced as well
         if recipe.distill is not None or not is_known_code(model):
             return
         settings = recipe.model_dump(mode="json", exclude={"model", "data"})
@@ -78,13 +78,13 @@ class PredictionKeys:
         """The key of a step; None if it must not be cached.
 
         Args:
-            parts: What determines the step besides the recipe: its specification, the shape of a batch …
+            parts: Everything besides the recipe that determines the step: its specification, the shape of a batch …
         """
         return None if self._of_recipe is None else fingerprint([self._of_recipe, *parts])
 
 
 def is_known_code(model: torch.nn.Module) -> bool:
-    """Whether all code of a model is that of installed packages: none is remote, and nothing in it was replaced.
+    """Whether all code of a model comes from installed packages: no remote code, and nothing was replaced.
 
     Packages such as liger-kernel replace classes, functions or a `forward` of transformers in a running process.
     """
@@ -101,7 +101,7 @@ def _roots(names: Iterable[str]) -> set[str]:
 
 
 def _content(model: Any) -> list[Any]:
-    """Everything of a model that its shapes and operations follow from."""
+    """Everything in a model that determines its shapes and operations."""
     tensors = [*model.named_parameters(), *model.named_buffers()]
     shapes = [[name, list(tensor.shape), str(tensor.dtype), tensor.requires_grad] for name, tensor in tensors]
     kinds = sorted({f"{type(module).__module__}.{type(module).__qualname__}" for module in model.modules()})
@@ -111,7 +111,7 @@ def _content(model: Any) -> list[Any]:
 
 
 def _plain(value: Any) -> Any:
-    """The values of a config; a dtype by its name."""
+    """The values of a config; dtypes by name."""
     if isinstance(value, dict):
         return {str(name): _plain(item) for name, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
@@ -120,7 +120,7 @@ def _plain(value: Any) -> Any:
 
 
 def _switches() -> list[Any]:
-    """Settings of this process that change which operations run."""
+    """Settings of this process that affect which operations run."""
     attention: Any = torch.backends.cuda
     return [
         torch.cuda.is_available(),
@@ -136,7 +136,7 @@ def _switches() -> list[Any]:
 
 @functools.cache
 def _versions() -> tuple[str, ...]:
-    """Python, the installed packages, and trimtab's own code by its content."""
+    """The versions of Python and the installed packages, and a digest of trimtab's own code."""
     code = hashlib.blake2b(digest_size=20)
     folder = Path(trimtab.__file__).parent
     for path in sorted(folder.rglob("*.py")):

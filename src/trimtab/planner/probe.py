@@ -1,9 +1,9 @@
-"""Chooses a step by measuring, for models whose step cannot be traced: trial steps of growing size on the device.
+"""Choose a step by measuring, for models whose step cannot be traced: trial steps of growing size on the device.
 
-The first way to make a step that fits with the smallest micro-batch is taken: as without a plan, then with one
-technique after the other, the cheap ones first. Its micro-batch grows from there. Memory is a line in the tokens of a
-micro-batch, or the larger of several lines; so the line through two measurements shows which sizes cannot fit, and one
-that should fit is measured before it is chosen.
+The search starts with the smallest micro-batch: first the step without a plan, then with one more technique at a time,
+cheap ones first. The first of these that fits is used, and its micro-batch grows from there. Memory is a linear
+function of the tokens of a micro-batch, or the maximum of several; so a line through two measurements shows which sizes
+cannot fit. A size that should fit is measured before it is chosen.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from trimtab.techniques.apply import refusal
 from trimtab.techniques.base import Axis, Case, StepSpec
 
-_MOST_GROWTH = 8  # times the largest size that was measured: a line through two small ones may be wrong by much
+_MOST_GROWTH = 8  # times the largest measured size: a line through two small sizes may be far off
 
 
 @dataclass(frozen=True)
@@ -20,11 +20,11 @@ class Measured:
     """A trial step.
 
     Attributes:
-        spec: How it was made.
+        spec: Its specification.
         num_tokens: Tokens of its micro-batch.
         fits: Whether it ran within the budget, less a small reserve.
         peak_bytes: Its peak, as `trimtab.hardware.memory.peak_memory` counts it; None if memory ran out.
-        total_bytes: The same with memory outside of the allocator.
+        total_bytes: The same, including memory outside the allocator.
     """
 
     spec: StepSpec
@@ -35,7 +35,7 @@ class Measured:
 
 
 class Probe:
-    """Searches for the step of a run with few trial steps.
+    """Search for the step of a run with few trial steps.
 
     Args:
         measure: Runs a trial step.
@@ -48,10 +48,10 @@ class Probe:
         self.trials: list[Measured] = []
 
     def choose(self, ways: Sequence[StepSpec]) -> Measured | None:
-        """The first of several ways to make a step that fits, with its largest micro-batch; None if none fits.
+        """The first specification that fits, with its largest micro-batch; None if none fits.
 
         Args:
-            ways: Specifications, each of which needs less memory than the one before and more time.
+            ways: Specifications, each of which needs less memory and more time than the one before.
         """
         for way in ways:
             found = self.measure(way.with_micro_batch(self._sizes[0]))
@@ -60,7 +60,7 @@ class Probe:
         return None
 
     def measure(self, spec: StepSpec) -> Measured:
-        """Run a trial step and keep its result."""
+        """Run a trial step and store its result."""
         found = self._measure(spec)
         self.trials.append(found)
         return found
@@ -78,7 +78,7 @@ class Probe:
         return fitting[-1]
 
     def _next_size(self, fitting: Sequence[Measured], open_sizes: Sequence[int]) -> int | None:
-        """The largest size that should fit; None if not even the next one should."""
+        """The largest size that should fit; None if not even the next size should."""
         last = fitting[-1]
         if len(fitting) == 1:
             return open_sizes[0]
@@ -89,7 +89,7 @@ class Probe:
 
 
 def line_through(one: Measured, other: Measured) -> tuple[float, float]:
-    """Bytes per token, and the bytes of a step without tokens, by two trial steps that ran."""
+    """Bytes per token, and the bytes of a step without tokens, from two trial steps that succeeded."""
     assert one.total_bytes is not None
     assert other.total_bytes is not None
     num_tokens = other.num_tokens - one.num_tokens
@@ -98,9 +98,10 @@ def line_through(one: Measured, other: Measured) -> tuple[float, float]:
 
 
 def ways_to_measure(start: StepSpec, axes: Iterable[Axis], case: Case) -> list[StepSpec]:
-    """Ways to make a step, each with one more value of a technique that trades time for memory.
+    """Specifications to measure, each with one more value of a technique that trades time for memory.
 
-    Exact techniques come first, then those that change results slightly, which the user has allowed, then last resorts.
+    Exact techniques come first, then techniques that change results slightly and that the user has allowed, then last
+    resorts.
 
     Args:
         start: The step without a plan.

@@ -1,4 +1,4 @@
-"""Predicts the steps that a recipe allows on a device, and searches among them."""
+"""Predict the steps that a recipe allows on a device, and search among them."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -40,21 +40,21 @@ from trimtab.techniques.base import (
 
 _LENGTH_STEP = 64  # of the search for the longest rows
 _MOST_LENGTH, _MOST_ROWS = 2**20, 2**16
-_USUAL_STEPS = 1000  # of a run whose length is not known
+_USUAL_STEPS = 1000  # for a run of unknown length
 
 
 class RecipePlanner:
-    """Predicts the steps that a recipe allows on a device, and searches among them.
+    """Predict the steps that a recipe allows on a device, and search among them.
 
     Args:
-        recipe: What it fixes is kept; what it leaves to `auto` is searched.
+        recipe: The recipe. Settings at `auto` are searched; all others are kept.
         task: The task, which determines head and loss.
         target: The device and its budget.
         lengths: Lengths of the rows.
         num_processes: Number of processes that share a batch.
         has_own_loss: Whether the user passed a loss function.
         find_head_problem: See `trimtab.techniques.base.Case`.
-        is_here: Whether the run will be on this machine: techniques then need their packages installed.
+        is_here: Whether the run will use this machine; then the packages of techniques must be installed.
         tokenizer: The tokenizer of the run, whose size the model is adapted to.
     """
 
@@ -89,7 +89,7 @@ class RecipePlanner:
             return train.max_steps
         return max(1, math.ceil(train.epochs * math.ceil(num_rows / train.batch_size)))
 
-    # ------------------------------------------------------------------ what may be chosen
+    # ------------------------------------------------------------------ the search space
 
     @cached_property
     def case(self) -> Case:
@@ -138,7 +138,7 @@ class RecipePlanner:
         return precision
 
     def tracer(self, spec: StepSpec) -> StepTracer:
-        """Traces steps of the method of a specification."""
+        """The tracer for the method of a specification."""
         return self._steps.variant_of(spec).tracer
 
     # ------------------------------------------------------------------ predictions
@@ -147,9 +147,9 @@ class RecipePlanner:
         """The memory of a step, and its trace.
 
         Args:
-            spec: How the step is made.
-            shape: The shape of a micro-batch; the largest of the data if left out.
-            batch_size: Rows of the step; the recipe's if left out.
+            spec: The specification of the step.
+            shape: The shape of a micro-batch; by default the largest of the data.
+            batch_size: Rows of the step; by default the recipe's.
         """
         return self._steps.prediction(spec, shape, batch_size)
 
@@ -162,12 +162,12 @@ class RecipePlanner:
         return self._steps.evaluation(spec)
 
     def host(self, spec: StepSpec, length: int | None = None) -> HostPrediction:
-        """The most host memory and disk space; with rows of another length if one is given."""
+        """Peak host memory and disk space; for rows of another length if one is given."""
         shape = None if length is None else self._with_length(spec, length)
         return self._steps.host(spec, self._steps.step(spec, shape))
 
     def estimate(self, spec: StepSpec) -> Estimate | None:
-        """Memory and time of a step; None where the model or a technique does not allow it."""
+        """Memory and time of a step; None if the model or a technique does not support it."""
         if refusal(spec, self.case) is not None:
             return None
         found = self._steps.step(spec)
@@ -193,14 +193,14 @@ class RecipePlanner:
         """Search for the fastest specification that fits; the ladder contains all predictions.
 
         Raises:
-            RecipeError: The settings of the recipe exclude each other.
+            RecipeError: Settings of the recipe contradict each other.
         """
         rows: dict[StepSpec, Row] = {}
         chosen = None
         spaces = list(dict.fromkeys(self._spaces()))
         for space in spaces:
             is_last = len(spaces) > 1 and space is spaces[-1] and self._usual_space is not self.space
-            shows_all = thorough and not is_last  # too many combinations to show what cannot be chosen
+            shows_all = thorough and not is_last  # too many combinations to show plans that cannot be chosen
             room = self.target.room(SPARE)
             if is_last and rows and min(map(_bytes_of_weights, rows.values())) > room:
                 space = replace(space, axes=_with_least_weights(space.axes))
@@ -214,7 +214,7 @@ class RecipePlanner:
         return Ladder(tuple(sorted(rows.values(), key=lambda row: row.estimate.ranked_s)), chosen)
 
     def last_resorts(self, spec: StepSpec) -> Iterator[Row]:
-        """A specification with every combination of the techniques that are used only where nothing else fits."""
+        """A specification with every combination of the techniques that are used only if nothing else fits."""
         axes = [axis for axis in self.space.axes if axis.technique.last_resorts is None]
         for values in product(*(axis.values for axis in axes)):
             other = spec.having({axis.technique.key: value for axis, value in zip(axes, values, strict=True)})
@@ -223,15 +223,15 @@ class RecipePlanner:
                 yield Row(other, estimate)
 
     def _spaces(self) -> Iterator[Space]:
-        """What is searched, one after the other, until something fits."""
+        """The spaces to search, one after another, until something fits."""
         yield self._narrowed_space
-        yield self._usual_space  # what is fastest may need more memory
+        yield self._usual_space  # the fastest specification may need more memory
         if self._usual_space is not self.space:
             yield replace(self.space, axes=tuple(map(_small_values, self.space.axes)))
 
     @cached_property
     def _usual_space(self) -> Space:
-        """The space without values that are a last resort."""
+        """The space without values that are last resorts."""
         axes = [replace(axis, values=_usual_values(axis)) for axis in self.space.axes]
         return self.space if axes == list(self.space.axes) else replace(self.space, axes=tuple(axes))
 
@@ -239,8 +239,9 @@ class RecipePlanner:
     def _narrowed_space(self) -> Space:
         """The usual space with the best values of techniques that are decided first.
 
-        They are compared for the whole batch as one micro-batch. If it fits with none of them, the smallest
-        micro-batches decide: the less a micro-batch computes, the more the time of Python counts, and what saves it.
+        They are compared with the whole batch as one micro-batch. If none of them fits, they are compared with the
+        smallest micro-batches: the less a micro-batch computes, the more Python's overhead matters, and so do
+        techniques that reduce it.
         """
         space, reference = self._usual_space, self._usual_space.reference()
         open_axes = [axis for axis in space.axes if axis.technique.is_decided_first and len(axis.values) > 1]
@@ -282,7 +283,7 @@ class RecipePlanner:
         return (found.chosen or found.smallest) if found.rows else None
 
     def _few_values(self, axis: Axis) -> tuple[str, ...]:
-        """Enough values of a technique to see what another method needs."""
+        """Enough values of a technique to show what another method needs."""
         technique, values = axis.technique, _usual_values(axis)
         if technique.is_decided_first:  # as for the recipe's own method
             own = next(own.values[0] for own in self._narrowed_space.axes if own.technique is technique)
@@ -294,7 +295,7 @@ class RecipePlanner:
         return tuple(dict.fromkeys((values[0], values[-1]))) if technique.phase is Phase.RECOMPUTATION else values[:1]
 
     def changes(self, row: Row) -> Iterator[Change]:
-        """Changes to the recipe that may make it fit, the least change first."""
+        """Changes to the recipe that may make it fit, smallest change first."""
         length = self.longest(row.spec, most=self.lengths.longest - 1)
         if length is not None:
             shorter = self._steps.step(row.spec, self._with_length(row.spec, length))
@@ -316,7 +317,7 @@ class RecipePlanner:
 
         def measure(rows: int) -> tuple[int, bool]:
             larger = spec.with_micro_batch(rows)
-            # as many rows as long as the longest: more than a batch of the data has
+            # this many rows as long as the longest one: more than a batch of the data has
             shape = replace(self.shape(larger), rows=rows, max_tokens=None, max_rows=None)
             found = self._steps.step(larger, shape, batch_size=rows)
             return found.allocated + found.outside, self._steps.fits(larger, found)
@@ -344,17 +345,17 @@ class RecipePlanner:
         return replace(shape, length=length, target_length=shape.target_length and length)
 
     def max_positions(self) -> int | None:
-        """The longest rows that the model itself takes."""
+        """The longest rows that the model accepts."""
         limit = max_positions(self.case.model)
         return None if limit is None else limit - num_virtual_tokens(self.recipe)
 
     def num_parameters(self) -> tuple[int, int]:
-        """All parameters, and the trainable ones."""
+        """The number of all parameters, and of the trainable ones."""
         return self._steps.num_parameters
 
 
 def _usual_values(axis: Axis) -> tuple[str, ...]:
-    """The values of a technique that are not a last resort; what a recipe sets never is."""
+    """The values of a technique that are not last resorts; a value set in the recipe never is."""
     last_resorts = axis.technique.last_resorts
     if last_resorts is None:
         return axis.values[:1]
@@ -362,7 +363,7 @@ def _usual_values(axis: Axis) -> tuple[str, ...]:
 
 
 def _small_values(axis: Axis) -> Axis:
-    """The values that are worth a prediction where nothing fits without a last resort: those that need least memory."""
+    """The values worth predicting if nothing fits without a last resort: those that need the least memory."""
     technique, values = axis.technique, axis.values
     if technique.is_decided_first:
         values = values[:1]
@@ -376,13 +377,13 @@ def _small_values(axis: Axis) -> Axis:
 
 
 def _bytes_of_weights(row: Row) -> int:
-    """What a step needs on the device before it has computed anything."""
+    """Bytes that a step needs on the device before it computes anything."""
     return row.estimate.parts["weights"] + row.estimate.outside_bytes
 
 
 def _with_least_weights(axes: tuple[Axis, ...]) -> tuple[Axis, ...]:
-    """The same values, without those that do not help where the weights alone do not fit."""
+    """The values without those that do not help if the weights alone do not fit."""
     shrinking = [axis for axis in axes if axis.technique.shrinks_weights and len(axis.values) > 1]
-    if len(shrinking) != 1:  # either of them may be enough
+    if len(shrinking) != 1:  # either may be enough
         return axes
     return tuple(replace(axis, values=axis.values[-1:]) if axis is shrinking[0] else axis for axis in axes)

@@ -1,4 +1,4 @@
-"""From a recipe to a resolved run: its data, its model and its plan, each decided and loaded once."""
+"""Turn a recipe into a resolved run: its data, its model and its plan, each decided and loaded once."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -33,9 +33,9 @@ def resolve_run(
         DoesNotFit: Nothing fits into the memory of a GPU, or nothing that was measured fits.
         UserError: The recipe, its data or its model cannot be used.
     """
-    written = with_absolute_paths(asked)  # for readers in another directory
+    written = with_absolute_paths(asked)  # for code that runs in another directory
     tracked = engine.decide_on_main_process(lambda: find_tracked_model(asked, resumed))
-    with engine.local_main_process_first():  # other ranks read what it downloads or tokenizes from the cache
+    with engine.local_main_process_first():  # other ranks read downloads and tokens from the cache
         recipe = with_model_here(asked, tracked)
         data = build_data(recipe)
         loaded = build_model(recipe, data, engine)

@@ -1,11 +1,14 @@
 """The search for a plan: the Pareto front of memory and time over micro-batch sizes and techniques.
 
-Predictions are expensive, so four facts keep their number low. Memory is nearly linear in the micro-batch size, so the
-largest one that fits is guessed, then verified. A technique may declare that each of its values is slower and smaller
-than the one before; only then are values after one that fits left out, and values before one that does not fit. A peak
-is the largest of several moments, each of which is nearly linear in how much of the model such a technique is used for:
-a convex function, so lines through predicted values are a lower bound of others (`_too_large`). A technique that
-declares nothing may turn out faster or slower, smaller or larger: all its values are predicted.
+Predictions are expensive, so the search keeps their number low:
+
+- Memory is nearly linear in the micro-batch size, so the largest size that fits is guessed, then verified.
+- A technique may declare that each of its values is slower and smaller than the one before. Only then are values after
+  one that fits skipped, and values before one that does not fit.
+- A peak is the maximum over several points in time. At each of them, memory is nearly linear in the share of the model
+  to which such a technique is applied. So the peak is a convex function, and lines through predicted values are lower
+  bounds for others (`_too_large`).
+- A technique that declares nothing may be faster or slower, smaller or larger: all its values are predicted.
 """
 
 import math
@@ -15,10 +18,11 @@ from itertools import product
 
 from trimtab.techniques.base import Axis, Phase, StepSpec
 
-_MOST_BY_LINE = 4  # measurements, before the middle is tried
+_MOST_BY_LINE = 4  # number of measurements before the middle is tried
 _START_WEIGHT, _MARGIN = 2.0, 1.01  # see `ranked_seconds`
-_CLEARLY = 1.5  # times the room: what needs more by the line between first and last value; plans lie below that line
-_SURELY = 1.02  # times the room: what needs more by a lower bound
+# times the room: skip values above this on the line between first and last value; plans lie below that line
+_CLEARLY = 1.5
+_SURELY = 1.02  # times the room: skip values whose lower bound is above this
 
 
 @dataclass(frozen=True)
@@ -47,15 +51,15 @@ class Estimate:
 
     @property
     def ranked_s(self) -> float:
-        """The seconds that estimates are compared by."""
+        """The seconds by which estimates are compared."""
         return ranked_seconds(self.step_s, self.start_s, self.num_steps)
 
 
 def ranked_seconds(step_s: float, start_s: float, num_steps: int) -> float:
-    """Seconds of a step, with its share of the time before the first step, to compare ways to make a run.
+    """Seconds of a step, plus its share of the time before the first step, to compare plans of a run.
 
-    What takes time to start has to be clearly worth it: times are estimates, and a user waits for the first step. So
-    the start counts twice, and the step itself has to be faster by a margin.
+    A slow start has to be clearly worth it: times are estimates, and the user waits for the first step. So the start
+    counts twice, and the step itself has to be faster by a margin.
     """
     return step_s * _MARGIN + _START_WEIGHT * start_s / num_steps if start_s else step_s
 
@@ -78,7 +82,7 @@ class Space:
     """The specifications among which a plan chooses.
 
     Attributes:
-        micro_batches: The micro-batch sizes, the largest first.
+        micro_batches: The micro-batch sizes, largest first.
         precision: As in `StepSpec`.
         axes: The values of each technique.
     """
@@ -95,7 +99,7 @@ class Space:
             yield StepSpec.of(self.micro_batches[0], self.precision, dict(zip(keys, values, strict=True)))
 
     def is_known_slower(self, one: StepSpec, other: StepSpec) -> bool:
-        """Whether techniques declare that a specification takes more time than another one with the same rest."""
+        """Whether techniques declare that a specification is slower than another one that is otherwise equal."""
         steps = []
         for axis in self.axes:
             key = axis.technique.key
@@ -106,7 +110,7 @@ class Space:
         return bool(steps) and min(steps) >= 0 and max(steps) > 0
 
     def between(self, spec: StepSpec) -> Axis | None:
-        """The technique that declares slower and smaller values, and has one between the first and the last here.
+        """The only technique that declares slower and smaller values and has one between the first and the last here.
 
         None unless there is exactly one.
         """
@@ -119,16 +123,16 @@ class Space:
         return found[0] if len(found) == 1 else None
 
     def order(self, spec: StepSpec) -> int:
-        """When a specification is predicted: values at the ends first, then the middle; they are bounds for others."""
+        """The order in which specifications are predicted: ends first, then the middle; they bound the others."""
         axis = self.between(spec)
         return 0 if axis is None else 1 if spec[axis.technique.key] == axis.middle else 2
 
     def smallest_beside(self, spec: StepSpec) -> StepSpec:
-        """The same specification with the smallest values of techniques that declare them, but for recomputation."""
+        """The same specification with the smallest values of techniques that declare them, except recomputation."""
         return spec.having(self._ends(-1))
 
     def largest_beside(self, spec: StepSpec) -> StepSpec:
-        """The same specification with the largest values of techniques that declare them, but for recomputation."""
+        """The same specification with the largest values of techniques that declare them, except recomputation."""
         return spec.having(self._ends(0))
 
     def _ends(self, at: int) -> dict[str, str]:
@@ -146,18 +150,18 @@ class Space:
 
 @dataclass(frozen=True)
 class Ladder:
-    """The result of a search: everything that was predicted, the fastest first, and the row that was chosen."""
+    """The result of a search: all predicted rows, fastest first, and the chosen one."""
 
     rows: tuple[Row, ...]
     chosen: Row | None
 
     @property
     def smallest(self) -> Row:
-        """The row that needs least memory."""
+        """The row that needs the least memory."""
         return min(self.rows, key=lambda row: (row.least_bytes, row.estimate.ranked_s))
 
     def front(self) -> list[Row]:
-        """The Pareto front: rows that no other one beats in memory and in time, the fastest first."""
+        """The Pareto front: rows that no other row beats in both memory and time, fastest first."""
         front: list[Row] = []
         for row in sorted(self.rows, key=lambda row: (row.estimate.ranked_s, row.least_bytes)):
             if not front or row.least_bytes < front[-1].least_bytes:
@@ -172,19 +176,19 @@ def search(space: Space, predict: Predict, *, room: int, thorough: bool = False)
     """Find the fastest specification that fits.
 
     Args:
-        space: What may be chosen.
+        space: The specifications that may be chosen.
         predict: Predicts a specification, or returns None if the model does not support it; called once for each.
-        room: Bytes of the budget, to guess by.
-        thorough: Also predict specifications that cannot be chosen any more, down to the smallest.
+        room: Bytes of the budget, for guesses.
+        thorough: Whether to predict specifications that can no longer be chosen, too, down to the smallest.
 
     Returns:
-        The rows that were predicted; none is chosen where none fits.
+        The predicted rows; none is chosen if none fits.
     """
     rows = _Predicted(predict)
     widest = _with_whole_batch(space, rows, room, thorough)
     best = next((row for row in widest if row.estimate.fits), None)
     sizes = space.micro_batches[1:]
-    if best is None and widest:  # the smallest set allows the largest micro-batch: a time that others have to beat
+    if best is None and widest:  # the smallest set allows the largest micro-batch: its time has to be beaten
         best = _largest_micro_batch(min(widest, key=lambda row: row.least_bytes), sizes, rows.look, room, None)
     for row in widest:
         if best is not None and not _is_faster(row, best):
@@ -219,7 +223,7 @@ class _Predicted:
 
 
 def _with_whole_batch(space: Space, rows: _Predicted, room: int, thorough: bool) -> list[Row]:
-    """The combinations of techniques with the largest micro-batch, the fastest first."""
+    """The combinations of techniques with the largest micro-batch, fastest first."""
     widest: list[Row] = []
     for spec in sorted(space.sets(), key=space.order):
         is_slower = any(row.estimate.fits and space.is_known_slower(spec, row.spec) for row in widest)
@@ -233,7 +237,7 @@ def _with_whole_batch(space: Space, rows: _Predicted, room: int, thorough: bool)
 
 
 def _may_fit(spec: StepSpec, space: Space, rows: _Predicted, room: int) -> bool:
-    """Whether a specification is worth a prediction: the smallest one beside it fits on the device."""
+    """Whether a specification is worth predicting: the smallest one next to it fits on the device."""
     smallest = space.smallest_beside(spec)
     axis = space.between(smallest)
     if axis is not None:
@@ -242,12 +246,12 @@ def _may_fit(spec: StepSpec, space: Space, rows: _Predicted, room: int) -> bool:
             if _too_large(smallest, space, rows.found, room) is not None:
                 return False
     row = rows.look(smallest)
-    # what needs least on the device may need too much of the host, where others keep nothing
+    # the specification that needs least on the device may need too much host memory, while others use none
     return row is None or row.estimate.fits or row.least_bytes <= _SURELY * room
 
 
 def _too_large(spec: StepSpec, space: Space, found: Mapping[StepSpec, Row | None], room: int) -> Row | None:
-    """A row by lines between predicted ones, if it does not fit; None if it has to be predicted."""
+    """The row estimated by lines between predicted rows, if it does not fit; None if it has to be predicted."""
     axis = space.between(spec) if len(space.micro_batches) > 1 else None
     if axis is None:
         return None
@@ -289,7 +293,7 @@ def _known_or_sum(
     space: Space,
     found: Mapping[StepSpec, Row | None],
 ) -> Row | None:
-    """A predicted row for another value of a technique, or its sum: what other techniques save is the same for all."""
+    """A predicted row for another value of a technique, or its sum: other techniques save the same for all values."""
     wanted, here = spec.having(value), spec.having(first)
     if found.get(wanted) is not None:
         return found[wanted]
@@ -302,19 +306,19 @@ def _known_or_sum(
 
 
 def _on_line(at: float, one: tuple[float, float], other: tuple[float, float]) -> float:
-    """The value at a position of the line through two points."""
+    """The value of the line through two points at a position."""
     return one[1] + (at - one[0]) / (other[0] - one[0]) * (other[1] - one[1])
 
 
 def _lower_bound(at: float, known: Mapping[float, float]) -> float | None:
-    """The least that a convex function has at a position: the line through two points on one side of it."""
+    """The lower bound of a convex function at a position: the line through two points on one side of it."""
     before, after = sorted(known_at for known_at in known if known_at < at), sorted(x for x in known if x > at)
     pairs = [pair for pair in (before[-2:], after[:2]) if len(pair) == 2]
     return max((_on_line(at, (x, known[x]), (y, known[y])) for x, y in pairs), default=None)
 
 
 def _is_faster(row: Row, best: Row) -> bool:
-    """Whether a row gains more than the noise of a prediction."""
+    """Whether a row is faster by more than the noise of a prediction."""
     return row.estimate.ranked_s < 0.99 * best.estimate.ranked_s
 
 
@@ -331,23 +335,23 @@ def _largest_micro_batch(
     """The row with the largest micro-batch that fits, with the techniques of a row that does not fit.
 
     Args:
-        widest: That row.
-        sizes: Smaller micro-batch sizes, the largest first.
+        widest: The row that does not fit.
+        sizes: Smaller micro-batch sizes, largest first.
         look: Predicts a specification.
         room: Bytes of the budget.
-        best: The row that has to be beaten, or the search ends.
+        best: The row to beat; the search ends if that is impossible.
     """
     spec, above = widest.spec, widest
     fitting = look(spec.with_micro_batch(sizes[-1])) if sizes else None
     if fitting is None or not fitting.estimate.fits:
         return None
-    high, low = 0, len(sizes) - 1  # the first size that is open, and one that fits
+    high, low = 0, len(sizes) - 1  # the first undecided size, and one that fits
     while high < low:
         at = high + _guess(sizes[high:low], fitting, above, room)
         while best is not None and _seconds_between(fitting, widest, sizes[at]) > best.estimate.ranked_s:
             if at == high:
                 return None
-            at -= 1  # the guess is careful where memory by a line is too much: the next size that would be fast enough
+            at -= 1  # the guess is careful if memory is above a line: try the next size that would be fast enough
         row = look(spec.with_micro_batch(sizes[at]))
         if row is not None and row.estimate.fits:
             fitting, low = row, at
@@ -359,7 +363,7 @@ def _largest_micro_batch(
 
 
 def _seconds_between(few: Row, many: Row, size: int) -> float:
-    """Seconds of a step with a micro-batch size between two known ones: every micro-batch adds the same time."""
+    """Seconds of a step with a micro-batch size between two known ones: each micro-batch adds the same time."""
     share = (1 / size - 1 / many.spec.micro_batch) / (1 / few.spec.micro_batch - 1 / many.spec.micro_batch)
     return many.estimate.ranked_s + share * (few.estimate.ranked_s - many.estimate.ranked_s)
 
@@ -372,7 +376,7 @@ def _guess(sizes: Sequence[int], fits: Row, fails: Row, room: int) -> int:
 
 
 def halved_sizes(batch_size: int) -> Iterator[int]:
-    """The micro-batch sizes among which a plan chooses: the whole batch, its half, and so on."""
+    """The micro-batch sizes that a plan can choose from: the whole batch, half of it, and so on."""
     rows = batch_size
     while rows > 1:
         yield rows
@@ -386,16 +390,16 @@ def largest(
     """Find the largest number that fits, in few measurements; memory must grow with the number.
 
     Args:
-        measure: The bytes of a number, and whether it fits.
+        measure: Returns the bytes needed for a number, and whether it fits.
         room: Available bytes, for the linear guess.
         first: The first number to try.
         most: The upper limit.
-        step: Try only multiples of it.
+        step: Only multiples of this are tried.
 
     Returns:
         The number; None if even `step` does not fit.
     """
-    known: dict[int, int] = {}  # in steps, as everything here
+    known: dict[int, int] = {}  # in steps, like everything here
     low, high = 0, most // step + 1  # numbers strictly between them are undecided
     at = first // step
     while high - low > 1:

@@ -1,4 +1,4 @@
-"""The shapes of the batches that a step is predicted for: from the rows of a run, or from a length alone."""
+"""The shapes of the batches for which a step is predicted: from the rows of a run, or from a length alone."""
 
 import math
 import sys
@@ -14,7 +14,7 @@ from trimtab.data.tokens import TokenDataset
 from trimtab.errors import RecipeError
 from trimtab.recipe.schema import Recipe
 
-_NUM_WINDOWS_SEEN = 200  # of an epoch, for mean lengths and numbers of shapes
+_NUM_WINDOWS_SEEN = 200  # batches of an epoch, for mean lengths and numbers of shapes
 
 
 @dataclass(frozen=True)
@@ -23,14 +23,14 @@ class BatchShape:
 
     Attributes:
         rows: The number of rows.
-        length: Tokens of each row, padding included.
+        length: Tokens of each row, including padding.
         is_padded: Whether some tokens are padding: attention then gets a mask.
         target_length: Tokens to generate, for models with an encoder and a decoder.
-        num_labels: Labels of each row, where it has several.
+        num_labels: Labels of each row, if it has several.
         is_packed: Whether the rows are one sequence without padding.
-        max_tokens: The most tokens of a packed batch; None = `rows` times `length`.
-        max_rows: The most rows of a packed batch, which may be shorter than `length`; None = `rows`.
-        marks_equal_rows: Whether all rows of a packed batch have `length` tokens, and the batch says so.
+        max_tokens: The maximum number of tokens in a packed batch; None means `rows` times `length`.
+        max_rows: The maximum number of rows in a packed batch, which may be shorter than `length`; None means `rows`.
+        marks_equal_rows: Whether all rows of a packed batch have `length` tokens, and the batch is marked accordingly.
     """
 
     rows: int
@@ -71,7 +71,7 @@ class StepTask(Protocol):
 
 @dataclass(frozen=True)
 class NamedTask:
-    """A task of which only the name is known: no data is read."""
+    """A task of which only the name is known, because no data is read."""
 
     name: str
     model_kind: str
@@ -80,7 +80,7 @@ class NamedTask:
     num_labels: int | None = None
 
     def head(self) -> dict[str, Any]:
-        """The number of labels, where there are any."""
+        """Return the number of labels, if there are any."""
         return {} if self.num_labels is None else {"num_labels": self.num_labels}
 
 
@@ -98,7 +98,7 @@ def named_task(recipe: Recipe) -> NamedTask:
     """The task that a recipe names.
 
     Raises:
-        RecipeError: It names none, and without data none can be guessed.
+        RecipeError: The recipe names no task, and without data none can be guessed.
     """
     if recipe.task is None:
         raise RecipeError(
@@ -113,7 +113,7 @@ class Lengths(Protocol):
 
     @property
     def num_rows(self) -> int | None:
-        """The number of rows; None where no data was read."""
+        """The number of rows; None if no data was read."""
         ...
 
     @property
@@ -126,15 +126,15 @@ class Lengths(Protocol):
         ...
 
     def eval_shape(self, rows: int, batching: Batching) -> BatchShape | None:
-        """The largest evaluation batch of `rows` rows; None where no rows are held out."""
+        """The largest evaluation batch of `rows` rows; None if no rows are held out."""
         ...
 
     def mean_share(self, rows: int, batching: Batching) -> float:
-        """Tokens of a mean micro-batch, padding included, as a share of the largest one's."""
+        """Mean number of tokens of a micro-batch, including padding, as a share of the largest one."""
         ...
 
     def num_shapes(self, rows: int, batching: Batching) -> int:
-        """How many shapes micro-batches of `rows` rows have."""
+        """The number of distinct shapes of micro-batches of `rows` rows."""
         ...
 
     def tokens(self, batch_size: int) -> float:
@@ -144,7 +144,7 @@ class Lengths(Protocol):
 
 @dataclass(frozen=True)
 class OneLength:
-    """Rows that all have the same length, so that nothing is padded."""
+    """Rows that all have the same length, so nothing is padded."""
 
     longest: int
     has_targets: bool = False
@@ -169,7 +169,7 @@ class OneLength:
 
 
 class LengthsOfData:
-    """The lengths of the rows that were read, in the micro-batches that training will see."""
+    """The lengths of the rows that were read, in the micro-batches of training."""
 
     def __init__(self, recipe: Recipe, tokens: Tokens, task: StepTask, num_processes: int = 1) -> None:
         self._recipe, self._tokens, self._num_processes = recipe, tokens, num_processes
@@ -181,7 +181,7 @@ class LengthsOfData:
         self._num_labels = int(task.head().get("num_labels") or 1)
 
     def shape(self, rows: int, batching: Batching) -> BatchShape:
-        """The shape with the longest row; padded where any micro-batch may be."""
+        """The shape with the longest row; padded if any micro-batch may be."""
         if not batching.is_packed:
             return self._largest(self._tokens.train, rows)
         batches = self._batches(rows, batching)
@@ -193,7 +193,7 @@ class LengthsOfData:
         return shape if batches.max_tokens % self.longest == 0 else replace(shape, marks_equal_rows=False)
 
     def eval_shape(self, rows: int, batching: Batching) -> BatchShape | None:
-        """The shape for the held-out rows; with `limits.overfit_batches` for the training rows."""
+        """The shape for the held-out rows; with `limits.overfit_batches`, for the training rows."""
         held_out = self._tokens.train if self._recipe.limits.overfit_batches else self._tokens.eval
         if held_out is None or not len(held_out):
             return None
@@ -221,7 +221,7 @@ class LengthsOfData:
         )
 
     def mean_share(self, rows: int, batching: Batching) -> float:
-        """From the first batches of the first epoch."""
+        """Estimate it from the first batches of the first epoch."""
         shapes = self._shapes_seen(rows, batching)
         num_windows = min(_NUM_WINDOWS_SEEN, self._num_windows)
         per_step = math.ceil(min(self._recipe.train.batch_size, len(self._lengths)) / (rows * self._num_processes))
@@ -230,15 +230,15 @@ class LengthsOfData:
         return sum(count * length for count, length in shapes) / max(1, num_windows * largest_step)
 
     def num_shapes(self, rows: int, batching: Batching) -> int:
-        """Of the first batches of the first epoch."""
+        """Count the shapes of the first batches of the first epoch."""
         return len(set(self._shapes_seen(rows, batching)))
 
     def tokens(self, batch_size: int) -> float:
-        """From the mean length of all rows."""
+        """Compute it from the mean length of all rows."""
         return float(self._lengths.double().mean()) * min(batch_size, len(self._lengths))
 
     def _shapes_seen(self, rows: int, batching: Batching) -> list[tuple[int, int]]:
-        """(rows, longest row) of micro-batches over all processes; (1, tokens) of packed ones."""
+        """Pairs (rows, longest row) of micro-batches over all processes; (1, tokens) for packed ones."""
         if (rows, batching) not in self._shapes:
             windows = self._batches(rows, batching).windows()
             self._num_windows = len(windows)

@@ -1,4 +1,4 @@
-"""Predicts single steps of a recipe on a device: memory, evaluation, host and time."""
+"""Predict single steps of a recipe on a device: memory, evaluation, host and time."""
 
 import copy
 import math
@@ -45,7 +45,7 @@ class Variant:
 
 
 class StepPredictor:
-    """Predicts steps of a recipe; what earlier plans predicted comes from the cache.
+    """Predict steps of a recipe; predictions of earlier plans are read from the cache.
 
     Args:
         recipe: The recipe; values of a `StepSpec` take precedence.
@@ -98,12 +98,12 @@ class StepPredictor:
     # ------------------------------------------------------------------ memory
 
     def step(self, spec: StepSpec, shape: BatchShape | None = None, batch_size: int | None = None) -> PredictedStep:
-        """The memory and the time of a step, traced only for what is not in the cache.
+        """The memory and time of a step, which is traced only if the cache lacks an answer.
 
         Args:
-            spec: How the step is made.
-            shape: The shape of a micro-batch; the largest of the data if left out.
-            batch_size: Rows of the step; the recipe's if left out.
+            spec: The specification of the step.
+            shape: The shape of a micro-batch; by default the largest of the data.
+            batch_size: Rows of the step; by default the recipe's.
         """
         key = spec, shape or self.shape(spec), self._num_micro(spec, batch_size)
         if key not in self._steps:
@@ -117,9 +117,9 @@ class StepPredictor:
         return self._prediction(spec, shape or self.shape(spec), self._num_micro(spec, batch_size))
 
     def _num_micro(self, spec: StepSpec, batch_size: int | None) -> int:
-        """Two micro-batches represent any larger number: from the second on, gradients are already allocated.
+        """The number of micro-batches to trace. Two represent any larger number: gradients exist from the second on.
 
-        In captured micro-batches they always are.
+        In captured micro-batches, gradients always exist.
         """
         rows = batch_size or self.batch_size
         return 2 if self._captures(spec) else min(2, math.ceil(rows / spec.micro_batch))
@@ -165,12 +165,12 @@ class StepPredictor:
         return PredictedStep(predict_it, self._cache.answers(key), self.target, with_kernels=loads_kernels(spec))
 
     def _key(self, kind: str, spec: StepSpec, *parts: Any) -> str | None:
-        """The key in the cache of what is known of a step; see `PredictionKeys`."""
+        """The cache key of what is known about a step; see `PredictionKeys`."""
         return self.variant_of(spec).keys.of(kind, spec, *parts)
 
     @property
     def _kind_of_target(self) -> tuple[bool, bool]:
-        """What predictions depend on besides the trace; memory outside the allocator is added to them."""
+        """Everything besides the trace that predictions depend on; memory outside the allocator is added later."""
         return self.target.is_cpu, self.target.expandable
 
     def _captures(self, spec: StepSpec) -> bool:
@@ -180,7 +180,7 @@ class StepPredictor:
     # ------------------------------------------------------------------ host and time
 
     def fits(self, spec: StepSpec, found: PredictedStep) -> bool:
-        """Whether a step fits on the device, and what techniques keep on the host, if anything, there."""
+        """Whether a step fits on the device, and the tensors that techniques keep on the host fit there."""
         if not self.target.fits(found, SPARE):
             return False
         if self.target.host_bytes is None:
@@ -189,13 +189,13 @@ class StepPredictor:
         return not host.kept or self._num_processes * host.memory <= self.target.host_bytes
 
     def host(self, spec: StepSpec, found: PredictedStep) -> HostPrediction:
-        """The most host memory and disk space."""
+        """Peak host memory and disk space."""
         tracer = self.variant_of(spec).tracer
         skeleton = tracer.skeleton()
         weight_bytes = tracer.weight_dtype(spec.precision).itemsize
         fp32_bytes = sum(weight.nbytes for weight in skeleton.state_dict().values())
         use = host_use(spec, skeleton, weight_bytes)
-        # masters on the host are as they were loaded, whatever the device computes with
+        # master weights on the host keep the dtype they were loaded in, whatever dtype the device computes with
         trained = self.num_parameters[1] * weight_bytes if use.updates_on_host else None
         return predict_host(
             found.tensors,
@@ -207,7 +207,7 @@ class StepPredictor:
         )
 
     def timing(self, spec: StepSpec) -> StepTiming:
-        """What determines the time of a step."""
+        """The values that determine the time of a step."""
         batching = batching_of(spec)
         return StepTiming(
             self.target.device,
@@ -220,7 +220,7 @@ class StepPredictor:
 
     @cached_property
     def num_parameters(self) -> tuple[int, int]:
-        """All parameters, and the trainable ones."""
+        """The number of all parameters, and of the trainable ones."""
         recipe = self.recipe
         model = copy.deepcopy(self.variant(method_values(recipe)).tracer.skeleton())
         site = Site(torch.device("meta"), self.target.accelerator, compute_dtype(self.precision), recipe)

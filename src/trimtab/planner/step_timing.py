@@ -14,13 +14,13 @@ _COPIES_OF_WEIGHTS = (WEIGHTS_TO_HOST, WEIGHTS_FROM_HOST, IN_AFTER_OUT)
 
 @dataclass(frozen=True)
 class StepTiming:
-    """What determines the time of a traced step.
+    """The values that determine the time of a traced step.
 
     Attributes:
         device: The device that runs it.
         tf32: Whether fp32 products run as tf32 if the device supports it.
         num_micro: Micro-batches of the step.
-        share: Tokens of a mean micro-batch, as a share of the traced one's.
+        share: Mean number of tokens of a micro-batch, as a share of the traced one.
         is_packed: Whether rows are packed.
         is_captured: Whether micro-batches are replayed from CUDA graphs.
     """
@@ -36,7 +36,7 @@ class StepTiming:
         """Seconds of the step.
 
         Args:
-            trace: One micro-batch, or two where a step has more.
+            trace: One micro-batch, or two if a step has more.
         """
         before, again, after = _split(trace.ops)
         before, again = (scaled(part, self.share, self.is_packed) for part in (before, again))
@@ -45,7 +45,7 @@ class StepTiming:
             again, after = before if self.num_micro > 1 else [], [*after, zero]
         if self.num_micro == 1 or not again:
             return self._seconds([*before, *again, *after])
-        # the first micro-batches fill the device queue; every later one takes equally long
+        # the first micro-batches fill the device queue; each later one takes the same time
         once, twice = (self._seconds([*before, *again * times, *after]) for times in (1, 2))
         return once + (self.num_micro - 2) * (twice - once)
 
@@ -76,13 +76,13 @@ def _captured(second: list[Op], trace: Trace) -> tuple[list[Op], Op]:
 
 
 def scaled(ops: list[Op], share: float, is_packed: bool) -> list[Op]:
-    """Operations on a micro-batch with fewer tokens: shorter rows, in which attention saves twice.
+    """Operations on a micro-batch with fewer tokens: rows are shorter, which reduces attention quadratically.
 
-    Not if they are packed: long rows have most of the work, and kernels reach less of their rate in short ones.
+    Packed rows are not scaled: long rows do most of the work, and kernels are less efficient on short rows.
     """
     if share == 1.0:
         return ops
-    known: dict[int, Op] = {}  # blocks that repeat share their operations
+    known: dict[int, Op] = {}  # repeated blocks share their operations
     for op in ops:
         if id(op) not in known and (op.stage in _OF_WEIGHTS or op.name in _COPIES_OF_WEIGHTS):
             known[id(op)] = op

@@ -36,11 +36,11 @@ class Survey:
         target: The device and the budget.
         precision: The precision of the steps.
         reference: The recipe's own values of techniques.
-        rungs: Every plan that was predicted, the fastest first; other methods at the end.
-        plan: The one that was chosen, as a run would have it.
-        why: One sentence about it.
-        problem: Where nothing fits: by how much, and what would fit.
-        limit: The longest rows that the model takes, in tokens.
+        rungs: Every predicted plan, fastest first; other methods at the end.
+        plan: The chosen plan, as a run would use it; None if nothing fits.
+        why: One sentence about why it was chosen.
+        problem: If nothing fits: by how much, and what would fit.
+        limit: The longest rows that the model accepts, in tokens.
         left_out: Methods that the ladder does not show, and why.
     """
 
@@ -56,15 +56,15 @@ class Survey:
 
     @property
     def optimizer(self) -> str:
-        """The recipe's own optimizer."""
+        """The optimizer in the recipe."""
         return self.reference[OptimizerState.key]
 
     def shown(self) -> list[Rung]:
-        """The rungs that are worth a line."""
+        """The plans that `trimtab plan` shows."""
         return shown(self.rungs)
 
     def notes(self) -> list[str]:
-        """What the chosen plan needs besides training steps, and what the ladder does not show."""
+        """What the chosen plan needs besides training steps, and which methods the ladder does not show."""
         left_out = [f"Not shown: {method}: {reason}" for method, reason in self.left_out.items()]
         outlook = None if self.plan is None else self.plan.outlook
         if not isinstance(outlook, Outlook):
@@ -108,23 +108,23 @@ def survey(
     longest: bool = False,
     thorough: bool = True,
 ) -> Survey:
-    """Predict the plans that a recipe allows; nothing is loaded but the data, and that only without `length`.
+    """Predict the plans that a recipe allows. No weights are loaded, and data is read only if `length` is None.
 
     Args:
         recipe: The recipe.
-        memory: The budget, in place of the recipe's.
-        gpu: A known device that is not in this machine.
-        device: The device in this machine, such as "cuda:1"; found if left out.
-        length: Tokens of every row; no data is read then.
-        max_batch: Find the largest batch for each set of techniques.
-        longest: Find the longest rows for each set of techniques, with the smallest micro-batch.
-        thorough: Also predict what cannot be chosen.
+        memory: The budget, instead of the recipe's.
+        gpu: A GPU of the catalog that is not in this machine.
+        device: The device in this machine, such as "cuda:1"; by default an accelerator if there is one, else the CPU.
+        length: Tokens of every row; then no data is read.
+        max_batch: Whether to find the largest batch for each set of techniques.
+        longest: Whether to find the longest rows for each set of techniques, with the smallest micro-batch.
+        thorough: Whether to predict plans that cannot be chosen, too.
     """
     planner, rows = planner_on(recipe, memory or recipe.memory.budget, gpu, device, length)
     target, limit = planner.target, planner.max_positions()
     ladder = planner.choose(thorough=thorough)
     others = [row for _, row in planner.other_methods()] if thorough else []
-    if longest and ladder.rows:  # the longest rows need what is otherwise used only where nothing else fits
+    if longest and ladder.rows:  # the longest rows need techniques that are otherwise used only if nothing else fits
         known = {row.spec for row in ladder.rows}
         more = [row for row in planner.last_resorts(ladder.smallest.spec) if row.spec not in known]
         ladder = replace(ladder, rows=(*ladder.rows, *more))
@@ -147,17 +147,26 @@ def plan(
     device: str | None = None,
     length: int | None = None,
 ) -> Plan:
-    """Decide how a recipe would train, without training it: the fastest plan that fits, and its prediction.
+    """Choose how a recipe would train, without training it: the fastest plan that fits, and its prediction.
+
+    No weights are loaded. With `gpu` and `length`, neither a GPU nor data is needed.
 
     Args:
-        recipe: A `Recipe`, or one loaded from a file.
-        memory: The budget, such as "8GiB", in place of the recipe's; by default all memory of the device.
-        gpu: A known device that is not in this machine, such as "t4".
-        device: The device in this machine, such as "cuda:1"; found if left out.
+        recipe: A `Recipe`, or the result of loading a recipe file.
+        memory: The budget, such as "8GiB", instead of the recipe's; by default all memory of the device.
+        gpu: A GPU of the catalog that is not in this machine, such as "t4".
+        device: The device in this machine, such as "cuda:1"; by default an accelerator if there is one, else the CPU.
         length: Tokens of every row. No data is read then, and the recipe has to name its task.
 
+    Returns:
+        The plan: how a step is computed, with its predicted memory and time.
+
     Raises:
-        DoesNotFit: With what the smallest plan needs, and what would fit.
+        DoesNotFit: No plan fits. The message says what the smallest plan needs, and what would fit.
+
+    Example:
+        found = plan(Recipe(model="bert-base-uncased", data={"train": "reviews.csv"}), gpu="t4", memory="8GiB")
+        print(found.micro_batch_size, found.predicted_peak_bytes)
     """
     found = survey(as_loaded(recipe).recipe, memory=memory, gpu=gpu, device=device, length=length, thorough=False)
     if found.plan is None:
@@ -166,7 +175,7 @@ def plan(
 
 
 class RecipeRows:
-    """The data of a recipe as the model will see it, read without weights."""
+    """The data of a recipe as the model will see it; no weights are loaded to read it."""
 
     def __init__(self, recipe: Recipe) -> None:
         self._recipe = recipe
@@ -176,14 +185,14 @@ class RecipeRows:
         self.tokens = build_tokens(recipe, self.data, skeleton)
 
     def batches(self, micro_batch: int, batching: Batching) -> Any:
-        """The batches of training."""
+        """The training batches."""
         return train_batches(self._recipe, self.tokens, micro_batch, batching)
 
 
 def planner_on(
     recipe: Recipe, budget: str | None, gpu: str | None, device: str | None, length: int | None
 ) -> tuple[RecipePlanner, RecipeRows | None]:
-    """A planner for a device, and the rows that it reads; see `survey` for the arguments.
+    """Return a planner for a device, and the rows that it reads; see `survey` for the arguments.
 
     Raises:
         RecipeError: Rows of this length have more tokens than the model has positions.
@@ -200,7 +209,7 @@ def planner_on(
 def planner_for(
     recipe: Recipe, target: Target, rows: RecipeRows | None = None, length: int | None = None
 ) -> RecipePlanner:
-    """A planner for the rows of a recipe, or for rows of one length."""
+    """Return a planner for the rows of a recipe, or for rows of one length."""
     if rows is not None:
         lengths: Lengths = LengthsOfData(recipe, rows.tokens, rows.data.task)
         return RecipePlanner(recipe, rows.data.task, target, lengths, tokenizer=rows.tokenizer)
@@ -231,7 +240,7 @@ def _rungs(
 
 
 def _host_bytes(planner: RecipePlanner, spec: StepSpec, length: int | None) -> int | None:
-    """Host memory that rows of a length need; None on a CPU."""
+    """Host memory that rows of this length need; None on a CPU."""
     return None if length is None or planner.target.is_cpu else planner.host(spec, length).memory
 
 

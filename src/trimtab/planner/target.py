@@ -61,10 +61,11 @@ class Target:
         device: Its rates and capabilities.
         gpu: The GPU that a trace simulates.
         budget_bytes: The budget, including memory outside the allocator.
-        outside_bytes: Memory outside the allocator; None = the usual size of a CUDA context.
-        note: Limitation of these predictions, to show to the user.
+        outside_bytes: Memory outside the allocator; None means the usual size of a CUDA context.
+        note: A limitation of these predictions, shown to the user.
         expandable: Whether the allocator uses expandable segments.
-        host_bytes: Host memory that activations may be moved to; None if it is not known: the device is not here.
+        host_bytes: Host memory that activations may be moved to; None if unknown, because the device is not in this
+            machine.
     """
 
     name: str
@@ -99,18 +100,18 @@ class Target:
         return int(self.budget_bytes * (1 - spare))
 
     def fits(self, prediction: StepMemory, spare: float) -> bool:
-        """Whether a step fits into the budget; on a CPU tensor bytes count without a caching allocator."""
+        """Whether a step fits into the budget; on a CPU, tensor bytes count without a caching allocator."""
         if self.is_cpu:
             return prediction.allocated + prediction.outside <= self.room(spare)
         return prediction.fits(self.room(spare))
 
     def without_loaded(self, model: torch.nn.Module) -> "Target":
-        """The same CPU without counting loaded weights as memory in use: the prediction includes them."""
+        """The same CPU target without counting loaded weights as memory in use: the prediction includes them."""
         weights = sum(parameter.nbytes for parameter in model.parameters())
         return replace(self, outside_bytes=max(0, (self.outside_bytes or 0) - weights))
 
     def needed_bytes(self, prediction: StepMemory) -> int:
-        """The smallest limit under which a step runs; on a CPU simply the allocated bytes."""
+        """The smallest limit under which a step runs; on a CPU, the allocated bytes."""
         return prediction.allocated if self.is_cpu else prediction.needed
 
     def as_here(self, prediction: Prediction) -> Prediction:
@@ -131,7 +132,7 @@ def known_target(name: str, budget: str | None) -> Target:
 
     Args:
         name: Its common name, such as "t4" or "RTX 4090".
-        budget: The budget, such as "8GiB"; None or "auto" = all of its memory.
+        budget: The budget, such as "8GiB"; None or "auto" means all of its memory.
     """
     if name.strip().lower() == "cpu":
         return target_here("cpu", budget)
@@ -153,8 +154,8 @@ def target_here(requested: str | torch.device | None = None, budget: str | None 
     """The target for the device in this machine that a run would use.
 
     Args:
-        requested: Such as "cuda:1"; None = detected.
-        budget: The budget; None = the free memory of a GPU, or all memory of a CPU host.
+        requested: A device such as "cuda:1"; None detects it.
+        budget: The budget; None means the free memory of a GPU, or all memory of a CPU host.
 
     Raises:
         RecipeError: Plans do not support this kind of device, or it has less memory than the budget.

@@ -1,13 +1,13 @@
-"""Predicts the seconds of a training step from the traced operations and the rates of a device (a roofline model).
+"""Predict the seconds of a training step from traced operations and the rates of a device (a roofline model).
 
 An operation takes the longer of its compute time and its memory time, plus a launch latency. The host launches
-operations one after the other, and the device runs them in that order. A simulation of both timelines gives the step
-time: at every moment the slower of the two limits it. Copies of weights and gradients overlap with computation,
-in order; what the host computes itself waits for both. No step waits for the one before: the host launches the first
-operations of a step while the device still computes the last ones of the previous step.
+operations one after another, and the device runs them in that order. A simulation of both timelines gives the step
+time: at any time the slower of the two is the limit. Copies of weights and gradients overlap with computation, in
+order; operations that the host computes itself wait for both. A step does not wait for the previous one: the host
+launches its first operations while the device still computes the last ones of the previous step.
 
-Copies of activations and of streamed weights run on two more timelines, one for each direction: they begin when the
-device has reached them, and the device waits where it needs what they carry.
+Copies of activations and of streamed weights run on two more timelines, one per direction: a copy starts when the
+device has reached it, and the device waits when it needs the copied data.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,11 +33,11 @@ _LINK_OPS = frozenset((*_COPIES, *_WAITED_FOR, IN_AFTER_OUT))
 
 @dataclass(frozen=True)
 class Calibration:
-    """The share of a device's peak rates that real steps reach. Every number can be fitted to measurements separately.
+    """The share of a device's peak rates that real steps reach. Each number can be fitted to measurements separately.
 
     The defaults were fitted to 35 steps of plain transformers code (BERT to a Llama of 1B), to 28 steps of trimtab
     (Llamas of 1B and 8B), and to three more of trimtab (BERT captured and not compiled, a compiled Llama of 1B),
-    measured on H200s with torch 2.11; docs/planner.md says how close they come.
+    measured on H200s with torch 2.11; docs/planner.md reports the errors.
 
     Attributes:
         product: Share of the data-sheet rate that large matrix products reach. Clocks drop under load, and tiles do not
@@ -48,8 +48,8 @@ class Calibration:
             a step reach less.
         attention: Share of the rate that attention kernels reach: they also compute exponentials, with dropout random
             numbers, and their backward recomputes scores that forward did not store.
-        traffic: Share of the bandwidth that memory-bound operations reach. A large copy reaches 0.8 to 0.9; steps
-            have many small and strided tensors.
+        traffic: Share of the bandwidth that memory-bound operations reach. A large copy reaches 0.8 to 0.9; steps have
+            many small and strided tensors.
         measured_traffic: Share of a bandwidth that was measured on the device.
         kernel_s: Latency of a kernel in seconds, which never overlaps with other work.
         forward_host: Host time of a forward operation in units of `Device.host_op_s`: Python code of the model,
@@ -58,10 +58,10 @@ class Calibration:
         recompute_host: The same for a recomputed forward, with a Python hook for every saved tensor.
         optimizer_host: The same in the optimizer; fused and foreach versions launch few operations for many tensors.
         bitsandbytes_host: The same in a bitsandbytes optimizer, which updates parameters one by one in Python.
-        update_host: The same for what an optimizer does besides its operations if it is called for one parameter.
-        copy_host: The same for a copy between host and device of what belongs together.
-        replay_host: The same for all that the host does for a captured micro-batch: one launch of its graph, and small
-            copies of inputs and results.
+        update_host: The same for the overhead of an optimizer that is called for a single parameter.
+        copy_host: The same for one copy between host and device of tensors that belong together.
+        replay_host: The same for all host work of a captured micro-batch: one launch of its graph, and small copies of
+            inputs and results.
     """
 
     product: float = 0.75
@@ -104,10 +104,10 @@ _BESIDE = ("transfer", "host")  # stages that are not computed by the device
 
 @dataclass(frozen=True)
 class StepTime:
-    """How long a step takes, and why.
+    """The duration of a step, and what limits it.
 
     Attributes:
-        seconds: Time from the end of a step to the end of the next.
+        seconds: Time from the end of one step to the end of the next.
         gpu_seconds: Time in which the device computes.
         host_seconds: Time in which the host launches operations.
         by_stage: `seconds` by stage of the operations.
@@ -154,13 +154,13 @@ def step_seconds(
             busy[bound] += work
     launched = finished = before = waited = copied = 0.0
     link = _Link(device)
-    for _ in range(2):  # the host begins the second step before the device has ended the first
+    for _ in range(2):  # the host starts the second step before the device has finished the first
         before, waited, by_stage = finished, 0.0, dict.fromkeys((op.stage for op in ops), 0.0)
         for op in ops:
             _, work, launch = known[id(op)]
             launched += launch
             began = finished
-            if op.stage == "transfer":  # begins when the device has computed what it copies
+            if op.stage == "transfer":  # starts when the device has computed the data to copy
                 copied = max(copied, finished, launched) + work
                 continue
             if op.stage == "host":
@@ -206,11 +206,11 @@ class _Link:
 
 
 def captured_ops(ops: Sequence[Op], input_bytes: int) -> list[Op]:
-    """The operations of a micro-batch as the replay of a CUDA graph: a single launch, and inputs that are copied.
+    """The operations of a micro-batch as one replay of a CUDA graph: a single launch, and copies of the inputs.
 
-    Kernels of a graph keep the latency of others; what a graph saves of it was not measured.
+    Kernels in a graph are assumed to have the latency of other kernels; how much of it a graph saves was not measured.
     """
-    known: dict[int, Op] = {}  # blocks that repeat share their operations
+    known: dict[int, Op] = {}  # repeated blocks share their operations
     for op in ops:
         if id(op) not in known:
             known[id(op)] = op._replace(stage="replayed")

@@ -1,4 +1,4 @@
-"""The memory of a traced step over time, as the record that pictures are drawn from."""
+"""The memory of a traced step over time: the record from which pictures are drawn."""
 
 from itertools import pairwise
 
@@ -16,8 +16,8 @@ def step_record(
 ) -> StepRecord:
     """The allocations of a traced step.
 
-    With a device, changes are spaced by predicted time: that of a block is known, the events inside of it are spread
-    evenly over it. Operations are added up, so copies and launches that others hide count as if they did not.
+    With a device, changes are spaced by predicted time: the time of a block is known, and the events inside it are
+    spread evenly. The times of operations are added up, so copies and launches that overlap with others count fully.
 
     Args:
         trace: The step.
@@ -41,7 +41,7 @@ def step_record(
 
 
 def first_event(trace: Trace) -> int:
-    """Index of the first event of the step; earlier ones allocate what exists before it."""
+    """Index of the first event of the step; earlier events allocate what exists before it."""
     return max((mark.event for mark in trace.marks if mark.name.startswith("step")), default=0)
 
 
@@ -85,9 +85,9 @@ def _stages(trace: Trace, begin: int) -> tuple[tuple[str, int], ...]:
 
 
 def event_times(trace: Trace, device: Device | None) -> list[float]:
-    """The time of each event, in seconds: operations before its segment, and its share of the segment.
+    """The time of each event in seconds: that of the operations before its segment, plus its share of the segment.
 
-    Without a device the number of the event.
+    Without a device, the number of the event.
     """
     if device is None:
         return [float(index) for index in range(len(trace.events))]

@@ -19,11 +19,11 @@ def torch_snapshot(prediction: Prediction, times: list[float]) -> dict[str, Any]
     """Replay a prediction on the allocator model.
 
     Args:
-        prediction: The prediction; of captured steps, what is captured.
+        prediction: The prediction; for captured steps, of the capture.
         times: The time of each event of its trace, in seconds.
 
     Returns:
-        Segments at the end of the step, and the trace of one device, with a module in the place of each stack trace.
+        Segments at the end of the step, and the trace of one device, with a module instead of each stack trace.
     """
     trace = prediction.trace
     allocator = CachingAllocator(expandable=prediction.expandable)
@@ -74,7 +74,7 @@ def _frames(trace: Trace, storage: int) -> list[dict[str, Any]]:
 
 
 def _chains(blocks: Iterable[Block]) -> list[list[Block]]:
-    """Neighbouring blocks that memory is mapped to, by address: the segments."""
+    """Adjacent blocks that are backed by memory, by address: the segments."""
     heads: dict[int, Block] = {}
     for block in blocks:
         while block.previous is not None and is_backed(block.previous):

@@ -1,7 +1,7 @@
-"""Runs trial steps of a run on its device, made by the builders of training, and measures their memory.
+"""Run trial steps of a run on its device, with the builders of training, and measure their memory.
 
-Every trial trains a copy of the model that shares the weights and nothing else, with an optimizer and a loader of its
-own: the run's weights, random numbers and position in the data are the same afterwards.
+Every trial trains a copy of the model that shares only the weights, with its own optimizer and loader: the run's
+weights, random numbers and position in the data do not change.
 """
 
 import copy
@@ -45,19 +45,19 @@ from trimtab.training.rollback import OutOfMemory, Rollback
 
 
 class TrialError(Exception):
-    """A trial step that failed for another reason than out of memory, in this process or another one."""
+    """A trial step failed for a reason other than out of memory, in this process or in another one."""
 
 
 @dataclass(frozen=True)
 class TrialSteps:
-    """The parts of a run that its trial steps are made of.
+    """The parts of a run that trial steps are built from.
 
     Attributes:
         recipe: The recipe.
         data: Its data and task.
         tokens: Its tokenized rows.
         loaded: Its model, before techniques have changed it; weights may be on the host.
-        freezing: What is frozen.
+        freezing: The frozen parameters.
         engine: The engine of the run, for its device, precision and processes.
         loss: A loss function passed by the user.
         teacher: The teacher of the run.
@@ -84,12 +84,12 @@ class TrialSteps:
         """Run forward and backward of the largest micro-batch.
 
         Args:
-            spec: How the step is made.
-            budget_bytes: The limit of the process's memory during the trial, where it can be enforced; None for none.
+            spec: The specification of the step.
+            budget_bytes: The memory limit of the process during the trial, if it can be enforced; None for no limit.
             room: Bytes within which a trial fits.
 
         Raises:
-            TrialError: The step failed, and not because memory ran out.
+            TrialError: The step failed for a reason other than out of memory.
         """
 
         def work(run: ResolvedRun, rehearsal: Rehearsal) -> Peak | OutOfMemory:
@@ -101,9 +101,9 @@ class TrialSteps:
         return self._measure(spec, work, shape.packed_tokens, budget_bytes, room)
 
     def evaluate(self, spec: StepSpec, budget_bytes: int | None, room: int) -> tuple[int, Measured] | None:
-        """The largest number of held-out rows that can be evaluated at a time, and what that takes.
+        """The largest evaluation batch that fits, and its memory.
 
-        None without held-out rows, and with several processes: a trial does not divide a batch among them.
+        None without held-out rows, or with several processes: a trial does not divide a batch among them.
         """
         if self.tokens.eval is None or self.engine.use_distributed or self.recipe.limits.overfit_batches:
             return None
@@ -136,7 +136,7 @@ class TrialSteps:
             failure = self._attempt(spec, work)
             peak = resident_peak() if device.type == "cpu" else peak_memory(device)
         restore_random_state(state)
-        _count_peak(device)  # neither the memory nor the peak of a trial is the run's
+        _count_peak(device)  # memory and peak of a trial are not the run's
         peak, has_failed = self._of_all_processes(peak, failure)
         if has_failed:
             return Measured(spec, num_tokens, fits=False)
@@ -145,17 +145,17 @@ class TrialSteps:
     def _attempt(
         self, spec: StepSpec, work: Callable[[ResolvedRun, Rehearsal], Peak | OutOfMemory]
     ) -> OutOfMemory | str | None:
-        """Why a trial step failed: memory of the device or of the host, or an error; None if it ran."""
+        """Why a trial step failed: out of memory on the device or the host, or an error; None if it succeeded."""
         try:
             found = self._run(spec, work)
-        except DoesNotFit:  # what a technique keeps on the host
+        except DoesNotFit:  # the tensors that a technique keeps on the host
             return OutOfMemory()
         except Exception as error:
             return OutOfMemory() if is_out_of_memory(error) else summarize_error(error)
         return found if isinstance(found, OutOfMemory) else None
 
     def _run(self, spec: StepSpec, work: Callable[[ResolvedRun, Rehearsal], Peak | OutOfMemory]) -> Peak | OutOfMemory:
-        # A trial is a matter of one process, so that one which runs out of memory leaves no other waiting.
+        # A trial involves one process only: if it runs out of memory, no other process is left waiting.
         engine = Engine(self.engine.mixed_precision, device=self.engine.device, world=World())
         model, freezing = copied_without_weights(self.loaded.model, self.freezing)
         loaded = Loaded(model, self.loaded.tokenizer)
@@ -195,7 +195,7 @@ class TrialSteps:
         return snapshot
 
     def _of_all_processes(self, peak: int, failure: OutOfMemory | str | None) -> tuple[int, bool]:
-        """The largest peak of any process, and whether memory ran out in any: all of them choose alike."""
+        """The largest peak of any process, and whether memory ran out in any: all of them make the same choice."""
         has_error, has_failed = isinstance(failure, str), failure is not None
         if self.engine.use_distributed:
             found = torch.tensor([peak, int(has_failed), int(has_error)], dtype=torch.int64)
@@ -216,7 +216,7 @@ def _evaluation_of(num_rows: int) -> Callable[[ResolvedRun, Rehearsal], Peak | O
 
 
 def _count_peak(device: torch.device) -> None:
-    """Count the peak from here on, with as little in the allocator's cache as possible."""
+    """Start to measure the peak, with as little as possible in the allocator's cache."""
     release_cached_memory(device)
     if device.type == "cpu":
         reset_resident_peak()
@@ -225,13 +225,13 @@ def _count_peak(device: torch.device) -> None:
 
 
 def copied_without_weights(model: torch.nn.Module, freezing: Freezing) -> tuple[torch.nn.Module, Freezing]:
-    """Copy the modules of a model and what is frozen in it; parameters of the copy share the memory of the model's.
+    """Copy the modules of a model and its frozen state; parameters of the copy share the model's memory.
 
-    What replaces a parameter's tensor in the copy, such as moving it to a device, does not change the model.
+    Replacing a parameter's tensor in the copy, for example by moving it to a device, does not change the model.
     """
     copies: dict[int, Any] = {}
     for parameter in model.parameters():
-        # Quantized weights are a separate class, frozen and on their device already.
+        # Quantized weights are a separate class, frozen and already on their device.
         is_plain = type(parameter) is torch.nn.Parameter
         shared = torch.nn.Parameter(parameter.detach(), parameter.requires_grad) if is_plain else parameter
         copies[id(parameter)] = shared

@@ -1,4 +1,4 @@
-"""Settings that are valid alone and contradict each other, or of which one would have no effect."""
+"""Settings that are valid alone but contradict each other, or one of which would have no effect."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,7 @@ _LORA = {"rank", "alpha", "dropout", "targets", "experts", "layers", "ranks", "a
 _LORA |= {"lr_ratio"}
 _ADAPTER_KEYS = {
     "lora": _LORA | {"base", "init"},
-    "qlora": _LORA | {"init"},  # refused for another reason
+    "qlora": _LORA | {"init"},  # already refused for another reason
     "ia3": {"targets", "layers", "trains"},
     "side": {"reduction", "every", "dropout", "trains"},
     "prompt": {"tokens"},
@@ -156,7 +156,7 @@ def _in_adapter(adapter: "AdapterSettings") -> Iterator[Mistake]:
 
 
 def conflicts_in_backward(recipe: "Recipe") -> Iterator[Mistake]:
-    """Yield the settings with which weights cannot be updated in backward, before all gradients are known."""
+    """Yield the settings that prevent updates in backward, where not all gradients are known yet."""
     train, memory = recipe.train, recipe.memory
     why = "memory.update: in-backward changes weights before all gradients are known"
     if train.max_grad_norm is not None and train.clip_by == "norm":

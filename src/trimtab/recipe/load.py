@@ -1,6 +1,6 @@
 """Load a recipe from a file and the command line, with the origin of every value, and write recipes as text.
 
-Later values win: defaults, file, plain flags, --set.
+Later values take precedence: defaults, file, plain flags, --set.
 """
 
 import difflib
@@ -26,10 +26,10 @@ _FLAGS = {
     "limits.train": "--limit-train",
     "limits.eval": "--limit-eval",
 }
-# A single word for one of these keys is short for a mapping with this one key.
+# For each of these keys, a single word is short for a mapping with only this key.
 _SHORT_FOR = {"model": "name", "adapter": "kind", "track": "uri"}
 _WIDTH = 100
-_MAX_LISTED = 3  # files in a message
+_MAX_LISTED = 3  # number of files listed in a message
 _DATA_SUFFIXES = {".csv", ".tsv", ".jsonl", ".ndjson", ".parquet"}
 
 
@@ -42,7 +42,7 @@ class LoadedRecipe:
 
 
 def as_loaded(recipe: Any) -> LoadedRecipe:
-    """Return a recipe with the origins of its values; one that was made in Python has none.
+    """Return a recipe with the origins of its values; a recipe made in Python has none.
 
     Raises:
         RecipeError: It is neither a `Recipe` nor a `LoadedRecipe`.
@@ -75,7 +75,7 @@ def load_recipe(
 
     Args:
         path: A YAML file, or None if the command line gives every value.
-        overrides: Values of plain flags by dotted key; None is a flag that was not given.
+        overrides: Values of plain flags by dotted key; None means that the flag was not given.
         sets: Further values in the form "train.lr=3e-5".
         changes: Values in the same form that replace those of the command line, such as a variant of a comparison.
         changes_origin: Where the changes were written, such as "--vary".
@@ -83,7 +83,7 @@ def load_recipe(
             about keys that are already known to be wrong.
 
     Raises:
-        RecipeError: With every mistake of all sources.
+        RecipeError: The recipe is invalid; the message lists every mistake of all sources.
     """
     layers = _Layers()
     if path is not None:
@@ -111,10 +111,11 @@ def load_to_resume(
         origin: Origin of the values of a mapping.
         folder: The run's folder.
         sets: Changes in the form "train.epochs=5".
-        overrides: Changes by dotted key; `sets` wins over them.
+        overrides: Changes by dotted key; `sets` takes precedence over them.
 
     Raises:
-        RecipeError: With every mistake of all sources, or if a change names another folder.
+        RecipeError: The recipe is invalid; the message lists every mistake of all sources. Or a change names another
+            folder.
     """
     layers = _Layers()
     if isinstance(source, Path):
@@ -175,7 +176,7 @@ def render_commented_yaml(overrides: Mapping[str, Any]) -> str:
     """Write a recipe to start from: every key with its documentation; keys without a given value are commented out.
 
     Args:
-        overrides: Values by dotted key; None is a value that was not given.
+        overrides: Values by dotted key; None means that the value was not given.
 
     Raises:
         RecipeError: A value is not valid.
@@ -195,7 +196,7 @@ def render_commented_yaml(overrides: Mapping[str, Any]) -> str:
             line = f"{key.name}: null  # required"
         elif is_header:
             line = f"{key.name}:"
-        elif key.field.is_required() and key.dotted not in values:  # of a section that is null
+        elif key.field.is_required() and key.dotted not in values:  # a key of a section that is null
             line = f"{key.name}: '?'  # required"
         else:
             is_set = loaded.origins.get(key.dotted, "default") != "default"
@@ -212,7 +213,7 @@ def build_json_schema() -> dict[str, Any]:
     """Return the JSON Schema of a recipe, for editors."""
     schema = Recipe.model_json_schema()
     for name, field in Recipe.model_fields.items():
-        if is_section(field.annotation):  # null, too: a section whose keys are all commented out
+        if is_section(field.annotation):  # also null, for a section whose keys are all commented out
             reference = {"$ref": schema["properties"][name]["$ref"]}
             words = [{"type": ["string", "boolean"]}] if name == "track" else []  # `track: none`
             kinds = [reference, {"type": "null"}, *words]
@@ -256,7 +257,7 @@ class _Layers:
             self.put(key.strip(), read_value(value), origin)
 
     def put(self, dotted: str, value: Any, origin: str) -> None:
-        """Set one key. A mapping for a section sets only the keys in it; any other value replaces the old one."""
+        """Set one key. A mapping for a section sets only the keys it contains; any other value replaces the old one."""
         key = _KEYS.get(dotted)
         if isinstance(value, Mapping):
             # A mapping for `model` replaces it: a name and a config exclude each other.
@@ -306,7 +307,7 @@ class _Layers:
     def _holder(self, dotted: str, value: Any, origin: str) -> tuple[dict[str, Any] | None, str]:
         """Return the mapping that holds a key, created if necessary, and the key's name in it.
 
-        The mapping is None if a value is in its place that it cannot replace; the mistake is recorded.
+        The mapping is None if another value is there that it cannot replace; the mistake is recorded.
         """
         holder, parts, path = self.values, dotted.split("."), ""
         while len(parts) > 1:
@@ -316,7 +317,7 @@ class _Layers:
                 inner = self._as_mapping(path, inner, dotted, value, origin)
                 if inner is None:
                     return None, ""
-            holder[parts[0]] = dict(inner or {})  # copied: YAML anchors may share one mapping between two keys
+            holder[parts[0]] = dict(inner or {})  # a copy, because YAML anchors may share one mapping between two keys
             holder = holder[parts.pop(0)]
             if path in _KEYS and _KEYS[path].section is None:
                 return holder, ".".join(parts)  # the rest is one name: patterns in train.freeze contain dots
@@ -337,7 +338,7 @@ class _Layers:
         if path in self._layer and not is_section(key.field.annotation):
             self._refuse_both(dotted, value, origin, path, word)
             return None
-        return {}  # of an earlier layer; validation refuses a mapping where none is allowed
+        return {}  # a value of an earlier layer; validation refuses a mapping where none is allowed
 
     def _refuse_both(self, dotted: str, value: Any, origin: str, other: str, other_value: Any) -> None:
         place = self.origins.get(other, origin)
@@ -377,7 +378,7 @@ def _read_text(path: Path) -> str:
 
 
 def _cure_of_missing(path: Path) -> str:
-    """Suggest the file with a similar name; without one, list files of the folder."""
+    """Suggest a file with a similar name; if there is none, list files of the folder."""
     folder = path.parent if path.parent.is_dir() else Path()
     files = sorted(file for pattern in ("*.yaml", "*.yml") for file in folder.glob(pattern))
     by_stem = {file.stem.lower(): file for file in files}  # equal suffixes would make all names similar

@@ -1,4 +1,4 @@
-"""Build the error message of a wrong recipe: all mistakes together, one line each.
+"""Build the error message of an invalid recipe: all mistakes together, one line each.
 
 A line has the key, where it was written, the value found, what is allowed, and a suggestion.
 """
@@ -20,7 +20,7 @@ from trimtab.recipe.yaml_text import as_yaml
 _MAX_VALUE_CHARS = 60
 _MISSING = object()
 _REQUIRED = "required, but missing"
-# Suggestions for a bare value in the place of a mapping.
+# Suggestions for a bare value that should be a mapping.
 _MAPPING_FOR_VALUE = {
     "data": "data: {{train: {}}}",
     "train.freeze": "train.freeze: {{{}: always}}",
@@ -35,7 +35,7 @@ class Mistake:
     Args:
         path: Its place in the recipe, key by key.
         text: What is wrong, with the value found and the cure.
-        others: Further dotted keys that it depends on.
+        others: Other dotted keys that it depends on.
         place: Where it was written, if that is not the place of its key.
     """
 
@@ -50,14 +50,14 @@ class Mistake:
         return ".".join(self.path)
 
     def depends_on(self, key: str) -> bool:
-        """Whether the mistake is about a key, or about one above or below it."""
+        """Whether the mistake concerns a key, or one above or below it."""
         return any(
             f"{own}.".startswith(f"{key}.") or f"{key}.".startswith(f"{own}.") for own in (self.key, *self.others)
         )
 
 
 def raise_mistakes(mistakes: Sequence[Mistake], origins: Mapping[str, str]) -> NoReturn:
-    """Raise one error with a line for each mistake, in the order of the file; those without a line come last."""
+    """Raise one error with a line per mistake, in the order of the file; mistakes without a line number come last."""
     lines = []
     for mistake in mistakes:
         place = mistake.place or _origin(mistake.path, origins)
@@ -78,8 +78,8 @@ def explain_errors(error: ValidationError, values: Any, model: type[BaseModel]) 
             found[path] = (detail["type"], value, reason)
     mistakes: list[Mistake] = []
     for path, (kind, value, reason) in found.items():
-        # For a union of text and section, pydantic reports errors of both. An error inside the section shows that the
-        # user meant the section: the error about the whole is dropped.
+        # For a union of text and section, pydantic reports errors of both. If there is an error inside the section, the
+        # user meant the section, and the error about the whole is dropped.
         if any(other[: len(path)] == path and len(other) > len(path) for other in found):
             continue
         if value is _MISSING:
@@ -92,7 +92,7 @@ def explain_errors(error: ValidationError, values: Any, model: type[BaseModel]) 
 
 
 def _without_echoes(mistakes: list[Mistake]) -> list[Mistake]:
-    """Drop a missing key that another line already suggests: it was misspelt, or is named as in another library."""
+    """Drop a missing key that another line already suggests: it was misspelt, or has another library's name."""
     suggested = [
         match[1] for mistake in mistakes for match in re.finditer(r"(?:write|did you mean) ([\w.]+)", mistake.text)
     ]
@@ -126,7 +126,7 @@ def drop_paths(values: Mapping[str, Any], paths: Sequence[tuple[str, ...]]) -> d
 def shown(value: Any) -> str:
     """Format a value for a message: text in quotes, cut to a maximum length, credentials removed."""
     if isinstance(value, str):
-        text = repr(redact(value))  # redacted before it is quoted: a quote could be taken for part of an address
+        text = repr(redact(value))  # redacted before it is quoted: a quotation mark could be mistaken for part of a URL
     else:
         text = repr(value) if isinstance(value, float) else redact(as_yaml(value))
     return text if len(text) <= _MAX_VALUE_CHARS else f"{text[: _MAX_VALUE_CHARS - 2]} …"

@@ -1,6 +1,7 @@
 """The recipe: every setting of a run, as one frozen tree with defaults.
 
-The string below each field is its documentation: `trimtab init`, the JSON Schema and docs/recipe.md are made from it.
+The string below each field is its documentation: `trimtab init`, the JSON Schema and docs/recipe.md are generated from
+it.
 """
 
 from collections.abc import Mapping
@@ -398,13 +399,14 @@ class LimitSettings(Section):
 
 
 class Recipe(Section):
-    """All settings of a run. Sections may be given as mappings.
+    """All settings of a run. Sections may be given as dictionaries.
 
     Raises:
-        RecipeError: With one line per mistake: the key, the value found, what is allowed, and a suggestion.
+        RecipeError: Settings are invalid. The message has one line per mistake: the key, the value found, what is
+            allowed, and a suggestion.
     """
 
-    if TYPE_CHECKING:  # the generated signature would refuse mappings and strings such as "3h", which are accepted
+    if TYPE_CHECKING:  # the generated signature would reject dictionaries and strings such as "3h", which are accepted
 
         def __init__(self, **values: Any) -> None: ...
 
@@ -461,7 +463,7 @@ class Recipe(Section):
             found = explain_errors(error, values, cls)
             mistakes += found
             if isinstance(values, Mapping):
-                # Check the rest without the wrong values: the user sees all mistakes together.
+                # Check the rest without the wrong values, so that the user sees all mistakes together.
                 recipe = _valid_rest(handler, values, found)
         if recipe is not None:
             wrong = [mistake.key for mistake in mistakes]
@@ -475,7 +477,7 @@ class Recipe(Section):
 
 
 def _with_student(values: Any) -> Any:
-    """A recipe whose model is cut out of its teacher, if it does not name a model."""
+    """A recipe whose model is a part of its teacher, if it does not name a model."""
     distill = values.get("distill") if isinstance(values, Mapping) else None
     settings = distill.model_dump() if isinstance(distill, DistillSettings) else distill
     if not isinstance(settings, Mapping) or values.get("model") is not None:

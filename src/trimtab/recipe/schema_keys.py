@@ -40,7 +40,7 @@ class Key:
 
     @property
     def allowed_inside(self) -> str:
-        """The values that an entry allows, if the key is a mapping with keys of the user's choice."""
+        """The values that an entry allows, if the key is a mapping with keys chosen by the user."""
         mappings = [kind for kind in alternatives(self.field.annotation) if get_origin(kind) is dict]
         return allowed_words(get_args(mappings[0])[1]) if mappings else self.allowed
 
@@ -97,7 +97,7 @@ def allowed_words(annotation: Any, metadata: Sequence[Any] = ()) -> str:
         return f"a mapping; each value {allowed_words(inner[1])}" if inner[1] is not Any else "a mapping"
     if is_section(annotation):
         return f"a mapping with the keys {', '.join(annotation.model_fields)}"
-    if annotation not in {int, float}:  # bounds of a union are no bounds of null
+    if annotation not in {int, float}:  # bounds of a union do not apply to null
         return _PLAIN[annotation]
     bounds = [
         f"{word} {getattr(mark, attribute):g}".strip()

@@ -1,6 +1,7 @@
 """The types of a recipe's values: how each is parsed, and the values that it allows.
 
-Amounts with a unit stay text ("3h", "500 steps"), validated and in one spelling: a recipe reads as it was written.
+Amounts with a unit stay text ("3h", "500 steps"), validated and in a uniform spelling, so that a recipe reads as it was
+written.
 """
 
 import os
@@ -31,9 +32,9 @@ from trimtab.units import (
     parse_share,
 )
 
-# without Unity Catalog's, which hold models only, and file:, which mlflow 3 refuses
+# without Unity Catalog's schemes, which hold only models, and file:, which mlflow 3 refuses
 _MLFLOW_STORES = ("http", "https", "sqlite", "databricks", "postgresql", "mysql", "mssql")
-_MIN_BUDGET_BYTES = 2**20  # below, the unit is probably missing: "8" for 8GiB
+_MIN_BUDGET_BYTES = 2**20  # smaller values probably lack a unit: "8" for 8GiB
 _BOOLS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 
 
@@ -45,8 +46,8 @@ class Parsed(Allowed, GroupedMetadata):
     says enough.
 
     Args:
-        words: The values that it allows.
-        parse: Converts what was written into the value, or raises ValueError or UserError.
+        words: The values that it allows, as text for messages.
+        parse: Converts the written value, or raises ValueError or UserError.
         json_types: Its types in the JSON Schema, separated by spaces.
     """
 
@@ -196,7 +197,7 @@ def _gradient_checkpointing(value: Any) -> str | dict[str, Any]:
 
 
 def _offloaded(value: Any) -> str | dict[str, Any]:
-    """Parse the blocks whose activations leave the device: as those to recompute, except `ops`."""
+    """Parse the blocks whose activations are offloaded: as those to recompute, except `ops`."""
     which = _gradient_checkpointing(value)
     if which == "ops":
         raise ValueError
@@ -275,7 +276,7 @@ def _layer_term(value: Any) -> dict[str, Any]:
         if layers != "auto":
             raise ValueError("has no valid layers: write auto, or {layer of the student: layer of the teacher}")
         return {"weight": float(weight), "layers": "auto"}
-    pairs = {int(student): teacher for student, teacher in layers.items()}  # the keys of JSON are text
+    pairs = {int(student): teacher for student, teacher in layers.items()}  # JSON keys are always text
     if not pairs or not all(_is_int(layer) and layer >= 0 for pair in pairs.items() for layer in pair):
         raise ValueError("has layers that are not whole numbers from 0 up")
     return {"weight": float(weight), "layers": pairs}

@@ -13,8 +13,8 @@ import yaml
 from trimtab.errors import RecipeError
 
 _TAG = "tag:yaml.org,2002:"
-_MAX_VALUES = 100_000  # with every alias expanded: a few lines of nested aliases can expand to billions
-_MAX_DIGITS = 1000  # of an integer; Python refuses to parse or print more than 4,300
+_MAX_VALUES = 100_000  # with all aliases expanded: a few lines of nested aliases can expand to billions
+_MAX_DIGITS = 1000  # digits of an integer; Python refuses to parse or print more than 4,300
 _RECIPE = "a recipe needs at least model and data.train; `trimtab init` writes one with every key documented"
 
 
@@ -92,7 +92,7 @@ def read_value(text: str) -> Any:
 
 
 def as_yaml(value: Any) -> str:
-    """Write a value as one line of YAML that YAML 1.1 and 1.2 read alike."""
+    """Write a value as one line of YAML that YAML 1.1 and 1.2 read in the same way."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, float):
@@ -137,7 +137,7 @@ class _Reader:
         values: dict[str, Any] = {}
         own: dict[str, yaml.Node] = {}
         merged = [source for key, source in node.value if key.tag == _TAG + "merge"]
-        for source in merged:  # first: the mapping's own keys override them
+        for source in merged:  # first: the mapping's own keys override the merged ones
             listed = source.value if isinstance(source, yaml.SequenceNode) else [source]
             for other in reversed(listed):
                 inherited = self.value(other, path, above)
@@ -154,7 +154,7 @@ class _Reader:
                 self.duplicates.append((dotted, self._place(key), own[key.value].start_mark.line + 1))
                 continue
             own[key.value] = key
-            if key.value in values:  # this key replaces the merged value: forget the places below that one
+            if key.value in values:  # this key replaces the merged value: forget the places of the keys below it
                 for old in [place for place in self.places if place.startswith(f"{dotted}.")]:
                     del self.places[old]
             self.places[dotted] = self._place(key)
@@ -199,7 +199,7 @@ def _tag_error(tag: str, place: str) -> RecipeError:
 def _syntax_error(error: yaml.YAMLError, text: str, name: str) -> RecipeError:
     mark = getattr(error, "problem_mark", None)
     problem = getattr(error, "problem", None) or str(error)
-    if problem == "could not find expected ':'":  # reported a line late; the context is the word without a colon
+    if problem == "could not find expected ':'":  # reported one line late; the context is the word without a colon
         mark = getattr(error, "context_mark", None) or mark
     if mark is None:
         return RecipeError(f"{name} is not valid YAML: {problem}", "save it as plain UTF-8 text")

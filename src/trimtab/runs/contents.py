@@ -1,4 +1,4 @@
-"""What the folder of a run contains: the names of its files and what each is for. The reference lists them."""
+"""The contents of a run folder: the names of its files and the purpose of each. The reference lists them."""
 
 CONTENTS = {
     "recipe.yaml": "the resolved recipe, with absolute paths and the origin of every value; it can be trained again",

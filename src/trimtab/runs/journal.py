@@ -27,7 +27,7 @@ VOLATILE_KEYS = {
 
 
 class Journal:
-    """Appends one JSON object per line to `metrics.jsonl`, unbuffered, so that other processes can read along.
+    """Append one JSON object per line to `metrics.jsonl`, unbuffered, so that other processes can read it meanwhile.
 
     Args:
         folder: Parent of the project folders that `start` creates.
@@ -39,7 +39,7 @@ class Journal:
         self._folder = folder
         self._file: Any = None
         self._pending: list[str] = []  # lines that a full disk has refused
-        self._known: Counter[str] = Counter()  # lines of repeated steps that the file has already
+        self._known: Counter[str] = Counter()  # lines of repeated steps that the file already has
 
     def start(self, project_name: str, config: dict[str, Any] | None) -> None:
         """Open the file and write the config; closes the file of an earlier run."""

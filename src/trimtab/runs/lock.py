@@ -1,4 +1,4 @@
-"""The lock of a run folder: a file that names the process which uses the folder. The lock of a dead process is void."""
+"""The lock of a run folder: a file that names the process that uses the folder. The lock of a dead process is void."""
 
 import fcntl
 import json
@@ -20,7 +20,7 @@ from trimtab.units import format_seconds
 
 LOCK = "run.lock"
 _HALF_WRITTEN_S = 2.0  # a lock without valid content for this long was left by a process that died while writing it
-_CLAIM_S = 60.0  # replacing a stale lock takes milliseconds, so an older claim is of a killed process
+_CLAIM_S = 60.0  # replacing a stale lock takes milliseconds, so an older claim belongs to a killed process
 _held: set[str] = set()  # tokens of the locks that this process holds
 
 
@@ -55,12 +55,12 @@ def lock_holder(folder: str | os.PathLike[str]) -> LockHolder | None:
 
 
 class RunLock:
-    """Holds a run folder; a context manager, or used through `acquire` and `release`.
+    """Hold the lock of a run folder, as a context manager or with `acquire` and `release`.
 
     Args:
         folder: The run folder, which must exist.
-        take_over: Replace a lock of another host, whose process the caller knows to be dead.
-        patience_s: Replace a lock of another host after this many seconds without a heartbeat; None never does.
+        take_over: Whether to replace a lock of another host, whose process the caller knows to be dead.
+        patience_s: Seconds without a heartbeat after which a lock of another host is replaced; None means never.
     """
 
     def __init__(
@@ -225,7 +225,7 @@ def _read(path: Path) -> tuple[bytes, LockHolder | None] | None:
 
 @contextmanager
 def _folder_flock(folder: Path) -> Iterator[None]:
-    """Let one process of this host at a time change the lock file; without flock, the claim files must suffice."""
+    """Let one process of this host at a time change the lock file; without flock, only the claim files protect it."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         with suppress(OSError):

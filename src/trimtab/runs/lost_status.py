@@ -1,4 +1,4 @@
-"""Rebuilds a missing or damaged `run.json` from the other files of the run folder."""
+"""Rebuild a missing or damaged `run.json` from the other files of the run folder."""
 
 import contextlib
 import json

@@ -1,4 +1,4 @@
-"""Copies a run back from its mirror."""
+"""Copy a run back from its mirror."""
 
 from pathlib import Path
 
@@ -30,7 +30,7 @@ def recover(run: Path, out: str | None) -> Path:
     if target.resolve() == place:
         raise RecipeError(f"{run} is a mirror and cannot be resumed in place", "choose a folder for the run with --out")
     before = (read_status(run) or {}).get("path")
-    mark = target / RESTORING  # left by a copy that was killed, and no reason to refuse the next one
+    mark = target / RESTORING  # left by a copy that was killed, and not a reason to refuse the next one
     is_used = target.exists() and any(target.iterdir())
     if is_used and (read_status(target) is not None or not mark.exists()):
         raise RecipeError(f"{target} is not empty", f"trimtab resume {target}, or choose another --out")
@@ -60,7 +60,7 @@ def mirror_setting(run: Path) -> dict[str, str]:
     """Return the setting with which a recovered run keeps its mirror, wherever that is mounted now.
 
     Args:
-        run: The folder that was resumed: a mirror; for a run's own folder there is no such setting.
+        run: The folder that was resumed; a run's own folder has no such setting, only a mirror.
     """
     if not is_mirror(run):
         return {}
@@ -69,5 +69,5 @@ def mirror_setting(run: Path) -> dict[str, str]:
 
 
 def _without_dots(path: Path) -> Path:
-    """Return a path whose parents can be read from its text."""
+    """Resolve "." and ".." in a path, so that its text shows its parents."""
     return path.resolve() if ".." in path.parts else path

@@ -12,16 +12,16 @@ class Outlook:
     """The prediction for a run.
 
     Attributes:
-        budget_bytes: Memory of the device that may be used.
+        budget_bytes: Device memory that the run may use.
         predicted_peak_bytes: The peak of allocated tensors, as the allocator counts it.
-        predicted_total_bytes: What the device needs for that.
+        predicted_total_bytes: The memory that the device needs in total.
         predicted_step_s: Seconds of an optimizer step.
         predicted_parts: The peak by anatomy.
-        eval_micro_batch: The largest number of held-out rows that one process evaluates in one forward; None where
-            that is not decided here.
-        predicted_eval_peak_bytes: The peak of evaluations; where it is the highest it is that of the whole run.
-        predicted_host_bytes: The most host memory, while loading or while a checkpoint is saved.
-        predicted_disk_bytes: The most disk space, for checkpoints and the best model.
+        eval_micro_batch: The largest number of held-out rows that one process evaluates in one forward; None if not
+            decided here.
+        predicted_eval_peak_bytes: The peak of evaluations; if it is higher, it is the peak of the whole run.
+        predicted_host_bytes: Peak host memory, while loading or while a checkpoint is saved.
+        predicted_disk_bytes: Peak disk space, for checkpoints and the best model.
         why: One sentence: why the plan was chosen.
     """
 
@@ -40,7 +40,7 @@ class Outlook:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self | None:
-        """The prediction in a plan.json; None where nothing was predicted."""
+        """Return the prediction in a plan.json; None if nothing was predicted."""
         if values.get("predicted_peak_bytes") is None:
             return None
         return cls(**{own.name: values.get(own.name) for own in fields(cls)})  # type: ignore[arg-type]
@@ -65,13 +65,13 @@ class MeasuredOutlook:
     """What trial steps on the device measured, for a model whose step cannot be traced.
 
     Attributes:
-        budget_bytes: Memory of the device that may be used.
+        budget_bytes: Device memory that the run may use.
         measured_peak_bytes: The peak of the chosen step, as `trimtab.hardware.memory.peak_memory` counts it.
-        measured_total_bytes: What the device needs for that, with the memory outside of the allocator.
+        measured_total_bytes: The memory that the device needs in total, including memory outside the allocator.
         eval_micro_batch: As in `Outlook`.
         measured_eval_peak_bytes: The peak of an evaluation; None if it was not measured.
-        measured_steps: Every trial step in its order: micro-batch size, values of techniques that differ from the
-            first trial, bytes needed (None: memory ran out), and whether it fits.
+        measured_steps: Every trial step in its order: micro-batch size, values of techniques that differ from the first
+            trial, bytes needed (None: memory ran out), and whether it fits.
     """
 
     origin: ClassVar[str] = "measured"
@@ -85,7 +85,7 @@ class MeasuredOutlook:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self | None:
-        """The measurement in a plan.json; None where nothing was measured."""
+        """Return the measurement in a plan.json; None if nothing was measured."""
         if values.get("measured_peak_bytes") is None:
             return None
         return cls(**{own.name: values[own.name] for own in fields(cls) if own.name in values})
@@ -102,12 +102,12 @@ AnyOutlook = Outlook | MeasuredOutlook
 
 
 def read_outlook(values: Mapping[str, Any]) -> AnyOutlook | None:
-    """What a plan.json says about the memory of its run."""
+    """The prediction or measurement of memory in a plan.json."""
     return Outlook.from_dict(values) or MeasuredOutlook.from_dict(values)
 
 
 def outlook_as_dict(outlook: AnyOutlook | None) -> dict[str, Any]:
-    """Plain values, for JSON: those of a prediction are None where there is none, those of a measurement left out."""
+    """Plain values, for JSON. Values of a missing prediction are None; those of a missing measurement are left out."""
     empty: dict[str, Any] = {own.name: {} if own.name == "predicted_parts" else None for own in fields(Outlook)}
     found = {} if outlook is None else {own.name: _plain(getattr(outlook, own.name)) for own in fields(outlook)}
     return {"origin": None if outlook is None else outlook.origin, **empty, **found}

@@ -1,4 +1,4 @@
-"""The plan of a run: every choice that the recipe left open, decided before the first step; written to plan.json."""
+"""The plan of a run: all settings that the recipe left open, chosen before the first step and written to plan.json."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -12,18 +12,19 @@ from trimtab.techniques.optimizer_state import OptimizerState
 
 @dataclass(frozen=True)
 class Plan:
-    """The decisions of one run.
+    """How one run computes its steps: every setting that the recipe left open, and the prediction.
 
-    The values of techniques are attributes as well, by their keys: `plan.loss`. So are those of the prediction,
-    such as `plan.predicted_peak_bytes`; these are None where nothing was predicted: on a CPU without a budget, and for
-    a model whose step cannot be traced.
+    The value of each technique is also an attribute with the technique's key, such as `plan.loss`. So are the values of
+    the prediction, such as `plan.predicted_peak_bytes`; they are None if nothing was predicted: on a CPU without a
+    budget, and for a model whose step cannot be traced.
 
     Attributes:
-        device: Where this process trains.
-        spec: How a step is made.
-        texts: The value of each technique, as plan.json has it.
-        micro_batch_tokens: The most tokens of a packed micro-batch of one process; None if batches are divided by rows.
-        outlook: The prediction, or what trial steps measured.
+        device: The device on which this process trains.
+        spec: The specification of a step: micro-batch size, precision and a value for each technique.
+        texts: The value of each technique, as written to plan.json.
+        micro_batch_tokens: The maximum number of tokens in a packed micro-batch of one process; None if batches are
+            divided by rows.
+        outlook: The prediction, or the measurements of trial steps.
     """
 
     device: str
@@ -56,7 +57,7 @@ class Plan:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """A plan from plan.json, also one that an older version wrote; unknown keys are left out."""
+        """Build a plan from the contents of plan.json; older versions are accepted, and unknown keys are ignored."""
         techniques = values_in_plan(values)
         spec = StepSpec.of(values["micro_batch_size"], values["precision"], techniques)
         known = {own.name for own in fields(cls)} - {"spec", "texts", "outlook"}
@@ -74,7 +75,7 @@ class Plan:
 
     @property
     def micro_batch_size(self) -> int:
-        """Rows of one process in one forward."""
+        """Rows that one process computes in one forward."""
         return self.spec.micro_batch
 
     @property
@@ -83,7 +84,7 @@ class Plan:
         return min(self.micro_batch_size * self.num_processes, self.batch_size)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return plain values, for JSON."""
         own = {name: value for name, value in vars(self).items() if name not in ("spec", "texts", "outlook")}
         device, batch_size = own.pop("device"), own.pop("batch_size")
         return {
@@ -97,7 +98,7 @@ class Plan:
         }
 
     def describe(self) -> list[str]:
-        """The summary that is logged before a run starts, as lines."""
+        """Return the lines that are logged before a run starts."""
         trainable = f"{_millions(self.num_trainable)} of {_millions(self.num_parameters)} parameters are trainable"
         size = f"{self.micro_batch_tokens:,} tokens" if self.micro_batch_tokens else str(self.micro_batch_size)
         cut = "" if self.micro_batch_size >= self.batch_size else f" in micro-batches of {size}"

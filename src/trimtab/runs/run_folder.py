@@ -49,13 +49,13 @@ class RunSummary:
 
 
 class RunFolder:
-    """Writes the files of a run; holds the folder's lock until the run ends.
+    """Write the files of a run; hold the folder's lock until the run ends.
 
     Args:
         path: The folder.
         job: The launcher's id of the job, the same in all its attempts.
-        goes_on: Resume the run in the folder; otherwise the folder must be empty or missing.
-        again: The launcher has restarted the job, so a lock held on another host is stale.
+        goes_on: Whether to resume the run in the folder; otherwise the folder must be empty or missing.
+        again: Whether the launcher has restarted the job, so that a lock held on another host is stale.
     """
 
     def __init__(self, path: Path, job: str | None = None, *, goes_on: bool = False, again: bool = False) -> None:
@@ -110,7 +110,7 @@ class RunFolder:
                 beaten_at = time.monotonic()
 
     def _note_best(self) -> None:
-        """Write the checksums of the best model to `run.json`, by which a resumed run detects damage."""
+        """Write the checksums of the best model to `run.json`, so that a resumed run can detect damage."""
         step = self._status.get("best_step")
         if step is None or (self._status.get("best_files") or {}).get("step") == step:
             return
@@ -212,7 +212,7 @@ class RunFolder:
         self.update(pid=os.getpid(), host=socket.gethostname())
 
     def _journal_lock(self) -> contextlib.AbstractContextManager[None]:
-        """The uploader of a killed run must have exited before the journal is truncated."""
+        """Wait until the uploader of a killed run has exited, before the journal is truncated."""
         return upload_lock(self.path, _UPLOADER_EXIT_S) if is_tracked(self.path) else contextlib.nullcontext()
 
     def track(self, uploader: Uploader) -> None:
@@ -247,7 +247,7 @@ class RunFolder:
 
         Args:
             state: The final state.
-            before_upload: Called once the state is written: what it writes to the folder is uploaded, too.
+            before_upload: Called after the state is written; files that it writes to the folder are also uploaded.
             facts: More facts for `run.json`.
         """
         self._journal.finish()
@@ -276,7 +276,7 @@ class RunFolder:
 
     def _remove_created(self) -> None:
         for folder in self._created:
-            with contextlib.suppress(OSError):  # another run was created in it meanwhile
+            with contextlib.suppress(OSError):  # another run was created in it in the meantime
                 folder.rmdir()
 
 
@@ -399,7 +399,7 @@ def check_free(path: Path) -> None:
     """Check that a new run can use a folder; called before anything is loaded.
 
     Raises:
-        RecipeError: There is something at `path` other than an empty folder.
+        RecipeError: `path` exists and is not an empty folder.
     """
     try:
         is_used = path.exists() and (not path.is_dir() or not all(map(_is_lock_file, path.iterdir())))
@@ -438,7 +438,7 @@ def default_folder(root: Path, experiment: str, name: str | None) -> Path:
 
 
 def list_runs(root: Path) -> list[RunSummary]:
-    """List every run below a folder, the newest first."""
+    """List every run below a folder, newest first."""
     runs = []
     for folder in sorted({path.parent for name in (_STATUS, CHECKPOINTS) for path in root.rglob(name)}):
         with contextlib.suppress(KeyError, TypeError, AttributeError):  # a run.json of another program

@@ -6,10 +6,10 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class StartPoint:
-    """The folder of a run, and the checkpoint that it is resumed from."""
+    """The folder of a run, and the checkpoint that it resumes from."""
 
     path: Path
     checkpoint: Path | None = None
-    is_resumed: bool = False  # the folder contains a run already
+    is_resumed: bool = False  # the folder already contains a run
     is_longer: bool = False  # the recipe changes the length of the run, or the patience of early stopping
     is_branch: bool = False  # resumed from a checkpoint that the user named, with a recipe that changes the results

@@ -1,4 +1,4 @@
-"""`tracking.json`: the MLflow runs that a run folder was uploaded to, and how far each upload has got."""
+"""`tracking.json`: the MLflow runs that a run folder was uploaded to, and the progress of each upload."""
 
 import contextlib
 import fcntl
@@ -87,7 +87,7 @@ class RunDescription:
 
 @dataclass
 class Tracking:
-    """Content of `tracking.json`; the server that was used last comes last."""
+    """Contents of `tracking.json`; the most recently used server comes last."""
 
     folder: Path
     about: RunDescription

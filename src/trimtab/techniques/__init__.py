@@ -1,4 +1,4 @@
-"""All techniques, in the order in which they are named to the user. A new one is a file and a line here."""
+"""All techniques, in the order in which messages and tables list them. A new one is a file and a line here."""
 
 from trimtab.techniques.activation_offload import ActivationOffload
 from trimtab.techniques.adapter import AdapterTechnique

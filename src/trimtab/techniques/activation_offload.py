@@ -1,8 +1,8 @@
-"""Activation offload: what blocks save for backward is kept in pinned host memory, and comes back in time.
+"""Activation offload: tensors that blocks save for backward are kept in pinned host memory and copied back in time.
 
-With gradient checkpointing that is the input of each recomputed block; of blocks that are not recomputed it is
-everything that autograd saves. Copies overlap with computation, on a stream for each direction. Results are those of
-the plain step to the bit: nothing is computed differently.
+With gradient checkpointing, these are the inputs of the recomputed blocks; for other blocks, everything that autograd
+saves. Copies overlap with computation, on one stream per direction. Results are bit-identical to those of the plain
+step: nothing is computed differently.
 """
 
 from collections.abc import Callable, Iterator
@@ -49,7 +49,7 @@ _KEY = "memory.offload_activations"
 
 
 class ActivationOffload(Technique):
-    """Keep what blocks save for backward in host memory."""
+    """Keep the tensors that blocks save for backward in host memory."""
 
     key = "offload_activations"
     setting = _KEY
@@ -69,7 +69,7 @@ class ActivationOffload(Technique):
         return ("none", "all") if is_possible else ("none",)
 
     def refuse(self, spec: StepSpec, case: Case) -> str | None:
-        """A CUDA graph has fixed addresses; `ops` keeps results where autograd's hooks do not see them."""
+        """Refuse CUDA graphs, which have fixed addresses, and `ops`, which keeps results unseen by autograd's hooks."""
         if spec[self.key] == self.off:
             return None
         if captures_steps(spec[Compilation.key]):
@@ -80,7 +80,7 @@ class ActivationOffload(Technique):
         return None
 
     def change_model(self, model: torch.nn.Module, value: str, site: Site) -> None:
-        """Put hooks on the chosen blocks."""
+        """Add hooks to the chosen blocks."""
         blocks = [block for _, block in blocks_of(model)]
         chosen = chosen_blocks(in_trace(read_value(value), site), len(blocks), _KEY)
         if site.device.type == "cpu":
@@ -88,7 +88,7 @@ class ActivationOffload(Technique):
         offload_blocks(model, [blocks[number] for number in chosen], pins=site.device.type == "cuda")
 
     def patches(self, recorder: TraceRecorder, accelerator: Accelerator) -> Iterator[Patch]:
-        """Copies take time on the link, whatever they copy; what is on the host takes no device memory."""
+        """Count the copies as time on the host-device link, and tensors on the host as no device memory."""
         sent = {TO_HOST: 0, FROM_HOST: 0}
 
         def copy(direction: str, num_bytes: int) -> int:
@@ -108,19 +108,20 @@ class ActivationOffload(Technique):
         def fetch(link: HostLink, spans: list[int], device: torch.device) -> tuple[torch.Tensor, int]:
             num_ops = len(recorder.ops)
             made = torch.empty(sum(spans), dtype=torch.uint8, device=device)
-            del recorder.ops[num_ops:]  # to allocate takes no time on the device
+            del recorder.ops[num_ops:]  # allocating takes no time on the device
             return made, copy(FROM_HOST, sum(spans))
 
         def copy_in(link: HostLink, pairs: Pairs, device: torch.device, after: Any = None) -> int:
             if after is not None:
-                recorder.transfer(IN_AFTER_OUT, sent[TO_HOST] - after)  # what was sent since then may be on its way
+                # tensors sent since then may still be in transit
+                recorder.transfer(IN_AFTER_OUT, sent[TO_HOST] - after)
             return copy_all(FROM_HOST, [source for _, source in pairs], WEIGHTS_FROM_HOST)
 
         def copy_out(link: HostLink, pairs: Pairs, device: torch.device) -> int:
             return copy_all(TO_HOST, [target for target, _ in pairs], WEIGHTS_TO_HOST)
 
         def wait(link: HostLink, event: int, direction: str, name: str) -> None:
-            recorder.transfer(name, sent[direction] - event)  # what may still be on its way
+            recorder.transfer(name, sent[direction] - event)  # bytes that may still be in transit
 
         yield HostLink, "send", send
         yield HostLink, "fetch", fetch
@@ -130,19 +131,19 @@ class ActivationOffload(Technique):
         yield HostLink, "wait_fetched", lambda link, event: wait(link, event, FROM_HOST, WAIT_FROM_HOST)
 
     def block_mark(self, value: str, num_blocks: int, recipe: Recipe | None) -> Callable[[int], Any] | None:
-        """Offloaded blocks differ from others."""
+        """Distinguish offloaded blocks from others."""
         if value == self.off or not num_blocks:
             return None
         return set(chosen_blocks(read_value(value), num_blocks, _KEY)).__contains__
 
     def host_use(self, value: str, model: Any, weight_bytes: int) -> HostUse:
-        """The part of the last page of each block that is not used; the activations themselves are in the trace."""
+        """Return the unused part of the last page of each block; the activations themselves are in the trace."""
         if value == self.off:
             return HostUse()
         num_blocks = len(blocks_of(model))
         return HostUse(kept_bytes=PAGE_BYTES * len(chosen_blocks(read_value(value), num_blocks, _KEY)))
 
     def describe(self, value: str) -> str:
-        """Such as "activations of every 2nd block on host"."""
+        """Return a text such as "activations of every 2nd block on host"."""
         words = describe_blocks(value)
         return "activations on host" if value == "all" else f"activations of {words} on host"

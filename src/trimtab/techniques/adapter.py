@@ -1,6 +1,6 @@
 """Adapters: LoRA on frozen weights (also in fp8, or QLoRA in 4 bits), IA3, side networks and prompt tuning.
 
-Adapters change the method, so only the user chooses them; a plan only shows what they would need.
+Adapters change the training method, so only the user chooses them; a plan only shows what they would need.
 """
 
 import math
@@ -46,8 +46,8 @@ _SIDE = "side"
 _PROMPT, _PREFIX = "prompt", "prefix"
 _WORDS = _SUGGESTED | {"ia3": "IA3", _SIDE: "side network", _PROMPT: "prompt tuning", _PREFIX: "prefix tuning"}
 _QUANTIZATIONS: dict[str, type[Quantization]] = {_FP8: Fp8, "qlora": Nf4}
-_USUAL_LR = 1e-4  # adapters learn slowly below this rate
-_BLOCK, _NESTED_BLOCK = 64, 256  # weights that share a scale, and scales that share one
+_USUAL_LR = 1e-4  # adapters learn slowly with a lower learning rate
+_BLOCK, _NESTED_BLOCK = 64, 256  # the number of weights that share a scale, and of scales that share a scale
 
 
 def adapter_settings(recipe: Recipe) -> AdapterSettings | None:
@@ -74,19 +74,19 @@ def has_quantized_base(recipe: Recipe) -> bool:
 
 
 def has_plain_lora(recipe: Recipe) -> bool:
-    """Whether the adapter of a recipe is LoRA in the form that blocks are compiled with."""
+    """Whether the adapter of a recipe is LoRA in a form that supports compiled blocks."""
     settings = adapter_settings(recipe)
     return settings is not None and settings.kind in ("lora", "qlora") and not (settings.dora or settings.experts)
 
 
 def num_virtual_tokens(recipe: Recipe | None) -> int:
-    """Tokens that an adapter puts before each row."""
+    """The number of tokens that an adapter puts before each row."""
     settings = None if recipe is None else adapter_settings(recipe)
     return settings.tokens if settings is not None and settings.kind in (_PROMPT, _PREFIX) else 0
 
 
 def learning_rates(recipe: Recipe, model: torch.nn.Module) -> dict[int, float]:
-    """The learning rates of parameters that do not have `train.lr`, by the id of the parameter (LoRA+)."""
+    """The learning rates of parameters that do not use `train.lr`, by parameter id (LoRA+)."""
     settings = adapter_settings(recipe)
     if settings is None or settings.lr_ratio == 1:
         return {}
@@ -103,7 +103,7 @@ class AdapterTechnique(Technique):
     phase = Phase.ADAPTERS
 
     def values(self, case: Case) -> tuple[str, ...]:
-        """Only the recipe's value."""
+        """Return only the recipe's value."""
         settings = None if case.recipe is None else adapter_settings(case.recipe)
         value = "none" if settings is None else settings.kind if settings.base is None else _FP8
         if value == _FP8 and not _can_have_fp8(case.accelerator):
@@ -115,7 +115,7 @@ class AdapterTechnique(Technique):
         return (value,)
 
     def refuse(self, spec: StepSpec, case: Case) -> str | None:
-        """Compiled blocks are not tested with a side network, nor with the keys and values of a prefix."""
+        """Refuse compiled blocks with a side network or with the keys and values of a prefix: not tested."""
         if spec[self.key] == _PREFIX and spec["compile"] != "off":
             compiled = f"train.compile: {spec['compile']}"
             return f"adapter: prefix gives blocks keys and values through a cache, which {compiled} does not support"
@@ -125,24 +125,24 @@ class AdapterTechnique(Technique):
         return None
 
     def suggest(self, spec: StepSpec, case: Case) -> Iterator[Suggestion]:
-        """All adapters, where all weights are trained on a GPU; a user's own loop adds its adapters itself."""
+        """Suggest all adapters if all weights are trained on a GPU; a user's own loop adds its adapters itself."""
         if case.recipe is not None and spec[self.key] == "none" and case.accelerator.is_cuda:
             for value in _SUGGESTED:
                 if value != _FP8 or _can_have_fp8(case.accelerator):
                     yield Suggestion(f"adapter: {_as_setting(value)}", spec.having({self.key: value}))
 
     def precision(self, value: str, precision: str) -> str:
-        """Adapters are kept in fp32, so that bf16-pure means the same as bf16."""
+        """Return bf16 for bf16-pure: adapters are kept in fp32, so both mean the same."""
         return "bf16" if value != "none" and precision == "bf16-pure" else precision
 
     def in_recipe(self, recipe: Recipe, value: str) -> Recipe:
-        """The recipe with the adapter, its default optimizer, and no other frozen parameters."""
+        """Return the recipe with the adapter, its default optimizer, and no other frozen parameters."""
         train = recipe.train.model_copy(update={"freeze": {}, "optimizer": "auto"})
         adapter = AdapterSettings(kind="lora", base="fp8") if value == _FP8 else value
         return recipe.model_copy(update={"adapter": adapter, "train": train})
 
     def load(self, value: str, options: LoadOptions, half: torch.dtype) -> LoadOptions:
-        """Frozen weights need no fp32: matrix products round them in any case."""
+        """Load frozen weights in half precision: matrix products round them in any case."""
         if value == "none":
             return options
         quantization = _QUANTIZATIONS.get(value)
@@ -167,14 +167,14 @@ class AdapterTechnique(Technique):
             _add_adapter(settings, model)
 
     def patches(self, recorder: TraceRecorder, accelerator: Accelerator) -> Iterator[Patch]:
-        """Dequantization needs data; messages would describe the shortened model of the trace."""
+        """Replace dequantization, which needs data, and mute messages, which would describe a shortened model."""
         yield adapters, "say", lambda *_: None
         yield lora_product, "dequantized", _dequantize_traced
         yield nf4, "dequantized", _dequantize_traced
         yield fp8, "quantized_rows", _quantize_rows_traced
 
     def block_mark(self, value: str, num_blocks: int, recipe: Recipe | None) -> Callable[[int], Any] | None:
-        """Blocks with an adapter are not like blocks without."""
+        """Distinguish blocks with an adapter from blocks without one."""
         settings = None if recipe is None else adapter_settings(recipe)
         if settings is None or settings.layers is None or not num_blocks:
             return None
@@ -182,29 +182,29 @@ class AdapterTechnique(Technique):
         return range(first, last + 1).__contains__
 
     def names_blocks(self, recipe: Recipe | None) -> bool:
-        """Patterns with a digit may mean single blocks; side networks and prefixes are of all blocks."""
+        """Return whether patterns with a digit may name single blocks; side networks and prefixes span all blocks."""
         settings = None if recipe is None else adapter_settings(recipe)
         if settings is None:
             return False
-        if settings.kind in (_SIDE, _PREFIX):  # a prefix is one tensor of all blocks
+        if settings.kind in (_SIDE, _PREFIX):  # a prefix is one tensor for all blocks
             return True
         patterns = f"{settings.targets} {settings.ranks} {settings.alphas} {settings.trains}"
         return any(letter.isdigit() for letter in patterns)
 
     def loads_kernels(self, value: str) -> bool:
-        """4-bit weights need the kernels of bitsandbytes, fp8 those of Triton."""
+        """Return True for 4-bit weights, which need bitsandbytes' kernels, and for fp8 weights, which need Triton's."""
         return value in _QUANTIZATIONS
 
     def host_use(self, value: str, model: Any, weight_bytes: int) -> HostUse:
-        """Weights are quantized one by one while loading; only the adapter is exported."""
+        """Account for weights that are quantized one by one while loading, and for an export of the adapter alone."""
         return HostUse(streams_weights=value in _QUANTIZATIONS, exports_trainable=value != "none")
 
     def describe(self, value: str) -> str:
-        """Such as "LoRA"."""
+        """Return a text such as "LoRA"."""
         return _WORDS.get(value, value)
 
     def plan_text(self, value: str, recipe: Recipe | None) -> str:
-        """With its rank."""
+        """Return the kind of the adapter and its rank."""
         settings = None if recipe is None else adapter_settings(recipe)
         if settings is None or value == "none":
             return value
@@ -220,11 +220,11 @@ class AdapterTechnique(Technique):
         return ", ".join([value, f"rank {settings.rank}", *filter(None, options)])
 
     def value_in(self, text: str) -> str:
-        """Its kind alone."""
+        """Return only the kind of the adapter."""
         return text.partition(",")[0]
 
     def on_resume(self, old: Any, new: Any) -> OnResume:
-        """Another adapter is another run."""
+        """Forbid a change: a run with another adapter is a new run."""
         return "refused"
 
 
@@ -239,7 +239,7 @@ _SPECS: dict[str, type[Any]] = {
 
 
 def _spec_fields(settings: AdapterSettings) -> set[str]:
-    """The settings that the kind of an adapter has."""
+    """The settings that apply to this kind of adapter."""
     return {each.name for each in fields(_SPECS[settings.kind])}
 
 
@@ -263,7 +263,7 @@ def _as_setting(value: str) -> str:
 
 
 def _can_have_fp8(accelerator: Accelerator) -> bool:
-    """A CPU emulates it."""
+    """Whether a device can use fp8 weights; a CPU emulates them."""
     return accelerator.type == "cpu" or (accelerator.is_cuda and fp8.is_supported(accelerator.capability))
 
 
@@ -285,7 +285,7 @@ def quantization_tensors(model: torch.nn.Module) -> Iterator[torch.Tensor]:
 
 
 def _dequantize_traced(weight: Any, dtype: torch.dtype) -> torch.Tensor:
-    """Allocate as bitsandbytes does: fp32 scales first, then the matrix."""
+    """Allocate like bitsandbytes: fp32 scales first, then the matrix."""
     shape = weight.quant_state.shape
     scales = torch.empty(math.ceil(math.prod(shape) / _BLOCK), device="meta")
     scales = scales + 0.0
@@ -293,7 +293,7 @@ def _dequantize_traced(weight: Any, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _quantize_rows_traced(x: torch.Tensor, factors: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Allocate as the Triton kernel does; `empty_like` counts as an operation that reads `x` and writes the codes."""
+    """Allocate like the Triton kernel; `empty_like` counts as an operation that reads `x` and writes the codes."""
     if torch.compiler.is_compiling():  # compiled blocks do not use the kernel
         return fp8.rounded_rows(x.contiguous(), factors)
     codes = torch.empty_like(x, dtype=torch.uint8, memory_format=torch.contiguous_format).view(fp8.FP8)
@@ -301,7 +301,7 @@ def _quantize_rows_traced(x: torch.Tensor, factors: torch.Tensor | None = None) 
 
 
 def _quantize_traced(model: Any, quantization: Quantization) -> None:
-    """Replace the linear modules of the base by modules with quantized weights on `meta`."""
+    """Replace the linear modules of the base with modules that have quantized weights on `meta`."""
     for name in quantizable(model):
         module, dtype = model.get_submodule(name), quantization.compute_dtype
         new = _make_4bit(module, dtype) if isinstance(quantization, Nf4) else quantization.quantize(module)

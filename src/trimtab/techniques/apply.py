@@ -1,4 +1,4 @@
-"""Applies all techniques of a specification: one function for each hook of `Technique`."""
+"""Apply all techniques of a specification: one function for each hook of `Technique`."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -34,7 +34,7 @@ Values = StepSpec | Mapping[str, str]
 _SETTING = re.compile(r"[a-z_]+(\.[a-z_0-9]+)*: \S")
 
 
-# ---------------------------------------------------------------------- which values
+# ---------------------------------------------------------------------- values
 
 
 def method_values(recipe: Recipe) -> dict[str, str]:
@@ -44,7 +44,7 @@ def method_values(recipe: Recipe) -> dict[str, str]:
 
 
 def axes_of(case: Case) -> tuple[Axis, ...]:
-    """For each technique the values among which a plan chooses."""
+    """The values of each technique among which a plan chooses."""
     found = ((technique, technique.values(case)) for technique in TECHNIQUES)
     return tuple(Axis(technique, values, technique.shares(values, case)) for technique, values in found)
 
@@ -66,7 +66,7 @@ def check_settings(case: Case) -> None:
 
 
 def values_with_stored(stored: StepSpec, case: Case) -> dict[str, str]:
-    """The values of a stored specification, except those that the recipe now sets or that are not possible here."""
+    """The values of a stored specification, except those that the recipe now sets or that are impossible here."""
     found = {}
     for technique in TECHNIQUES:
         value = dict(stored.values).get(technique.key)
@@ -78,11 +78,11 @@ def values_with_stored(stored: StepSpec, case: Case) -> dict[str, str]:
 
 
 def values_without_plan(case: Case, stored: StepSpec | None = None) -> dict[str, str]:
-    """The value of each technique where nothing is predicted.
+    """The value of each technique if nothing is predicted.
 
     Args:
-        case: What rules decide by.
-        stored: The specification of a run that is resumed.
+        case: The input of the techniques' rules.
+        stored: The specification of the run that is resumed.
     """
     values = {technique.key: technique.without_plan(case) for technique in TECHNIQUES}
     for technique in TECHNIQUES:
@@ -93,7 +93,7 @@ def values_without_plan(case: Case, stored: StepSpec | None = None) -> dict[str,
 
 
 def _kept(technique: Technique, value: str, case: Case, other: str) -> str:
-    """A stored value that `auto` chose; another one if it does not work on this machine."""
+    """A stored value that `auto` chose, or another one if it does not work on this machine."""
     if not technique.is_open(case.recipe) or technique.can_keep(value, case):
         return value
     say(f"{technique.setting}: {value}, which the run had, does not work here; it continues with {other}")
@@ -106,7 +106,7 @@ def plain_values() -> dict[str, str]:
 
 
 def plain_spec(micro_batch: int, precision: str, **values: str) -> StepSpec:
-    """A step that uses no technique but those given by key."""
+    """A step that uses only the techniques given by key."""
     return StepSpec.of(micro_batch, precision, plain_values() | values)
 
 
@@ -116,10 +116,11 @@ def refusal(spec: StepSpec, case: Case) -> str | None:
 
 
 def require_possible(spec: StepSpec, case: Case) -> None:
-    """Refuse a specification that is not possible.
+    """Raise an error if a specification is not possible.
 
     Raises:
-        RecipeError: With the reason, and the setting at its end, if there is one, as the cure.
+        RecipeError: The specification is impossible. The message has the reason, and the setting at its end, if any, as
+            the cure.
     """
     reason = refusal(spec, case)
     if reason is None:
@@ -131,7 +132,7 @@ def require_possible(spec: StepSpec, case: Case) -> None:
     raise RecipeError(reason, cure)
 
 
-# ---------------------------------------------------------------------- what they do
+# ---------------------------------------------------------------------- changes to a run
 
 
 def load_options(recipe: Recipe, options: LoadOptions, half: torch.dtype) -> LoadOptions:
@@ -144,7 +145,7 @@ def load_options(recipe: Recipe, options: LoadOptions, half: torch.dtype) -> Loa
 
 
 def loads_on_host(recipe: Recipe, *, is_too_large: bool = False) -> bool:
-    """Whether weights are loaded in host memory; `is_too_large` if loading on the device has run out of memory."""
+    """Whether weights are loaded in host memory; `is_too_large` means that loading on the device ran out of memory."""
     return any(technique.loads_on_host(recipe, is_too_large=is_too_large) for technique in TECHNIQUES)
 
 
@@ -182,14 +183,14 @@ def wrap_step(spec: StepSpec, compute_gradients: Callable[..., Any]) -> Callable
 
 
 def warm_up(model: torch.nn.Module, spec: StepSpec, find_trials: Callable[[], Sequence[Trial]]) -> None:
-    """Let techniques do what they have to do before the first step for every size of micro-batch."""
+    """Let each technique prepare for every micro-batch size before the first step."""
     for technique in TECHNIQUES:
         if spec[technique.key] != technique.off:
             technique.warm_up(model, spec[technique.key], find_trials)
 
 
 def states_of(model: torch.nn.Module, spec: StepSpec) -> dict[str, Any]:
-    """State of techniques to save in checkpoints, by key."""
+    """The state of techniques that checkpoints save, by key."""
     states = {technique.key: technique.state(model, spec[technique.key]) for technique in TECHNIQUES}
     return {key: state for key, state in states.items() if state is not None}
 
@@ -210,7 +211,7 @@ def wrap_build(build: BuildOptimizer, spec: StepSpec, model: torch.nn.Module) ->
     return build
 
 
-# ---------------------------------------------------------------------- how they are traced
+# ---------------------------------------------------------------------- changes to a trace
 
 
 def trace_patches(recorder: TraceRecorder, accelerator: Accelerator) -> list[Patch]:
@@ -219,13 +220,13 @@ def trace_patches(recorder: TraceRecorder, accelerator: Accelerator) -> list[Pat
 
 
 def block_marker(values: Values, num_blocks: int, recipe: Recipe | None) -> Callable[[int], tuple[Any, ...]]:
-    """A function that returns a value for the number of a block; blocks with different values are traced separately."""
+    """A function that maps a block's number to a value; blocks with different values are traced separately."""
     marks = [technique.block_mark(values[technique.key], num_blocks, recipe) for technique in TECHNIQUES]
     return lambda number: tuple(mark(number) for mark in marks if mark is not None)
 
 
 def reaches_far(spec: StepSpec) -> bool:
-    """Whether what happens in a block may depend on blocks that are not near it."""
+    """Whether the computation of a block may depend on blocks that are not its neighbours."""
     return any(technique.reaches_far and spec[technique.key] != technique.off for technique in TECHNIQUES)
 
 
@@ -240,7 +241,7 @@ def tries_loss_first(spec: StepSpec) -> bool:
 
 
 def may_fail_in_trace(spec: StepSpec) -> bool:
-    """Whether only the trace shows if the model supports a technique in use."""
+    """Whether only tracing can show if the model supports a technique in use."""
     return any(technique.may_fail_in_trace and spec[technique.key] != technique.off for technique in TECHNIQUES)
 
 
@@ -260,7 +261,7 @@ def start_seconds(values: Values, case: Case) -> float:
 
 
 def host_use(spec: StepSpec, model: Any, weight_bytes: int) -> HostUse:
-    """What all techniques change in the use of host memory and disk."""
+    """The changes of all techniques to the use of host memory and disk."""
     uses = [technique.host_use(spec[technique.key], model, weight_bytes) for technique in TECHNIQUES]
     return HostUse(
         sum(use.kept_bytes for use in uses),
@@ -272,7 +273,7 @@ def host_use(spec: StepSpec, model: Any, weight_bytes: int) -> HostUse:
     )
 
 
-# ---------------------------------------------------------------------- words and files
+# ---------------------------------------------------------------------- texts and files
 
 
 def describe(spec: StepSpec, reference: Values | None = None) -> list[str]:
@@ -299,7 +300,7 @@ def _words(technique: Technique, spec: StepSpec, reference: Values | None) -> st
 
 
 def memory_advice() -> list[str]:
-    """Settings to suggest if memory ran out and nothing was predicted."""
+    """Settings to suggest if memory ran out and there was no prediction."""
     return [f"{technique.setting}: {technique.advice}" for technique in TECHNIQUES if technique.advice is not None]
 
 
@@ -309,7 +310,7 @@ def plan_texts(spec: StepSpec, recipe: Recipe | None) -> dict[str, str]:
 
 
 def values_in_plan(stored: Mapping[str, Any]) -> dict[str, str]:
-    """The values in a plan.json; techniques that its version did not have get their value of that time."""
+    """The values in a plan.json; techniques unknown to its version get the value that they had then."""
     found = {}
     for technique in TECHNIQUES:
         text = stored.get(technique.key, technique.before or technique.off)

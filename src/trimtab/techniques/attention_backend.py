@@ -1,13 +1,13 @@
-"""Which kernel computes attention: cuDNN's, flash, memory-efficient, or plain matrix products.
+"""The kernel that computes attention: cuDNN's, flash, memory-efficient, or plain matrix products.
 
 torch chooses one for every call; on Hopper it chooses cuDNN for masked attention. cuDNN builds an execution plan for
 every new shape, which takes longer than a whole step of a small model. If shapes repeat, cuDNN is the fastest.
 Therefore `auto` depends on the GPU's generation and on the number of distinct micro-batch shapes.
 
 The choice applies to one model (`trimtab.model.attention_kernels`). Every value is a preference: if its kernel cannot
-run (flash does not support masks, fp32, or head sizes above 256), the next one of the list runs.
+run (flash does not support masks, fp32, or head sizes above 256), the next one in the list runs.
 
-Packed rows (`memory.padding: none`) have a kernel of their own, with one exception: with `cudnn`, rows of one length,
+Packed rows (`memory.padding: none`) have a separate kernel, with one exception: with `cudnn`, rows of equal length,
 such as blocks of a long text, are computed by cuDNN (`trimtab.model.packed_attention`).
 
 Grouped heads: transformers passes keys and values with fewer heads to torch unchanged, and only the flash and cuDNN
@@ -26,7 +26,8 @@ from trimtab.techniques.base import Accelerator, Case, Phase, Site, Technique
 
 _HOPPER = 9  # major compute capability
 _FLASH_CAPABILITY = (8, 0)
-_FEW_SHAPES = 8  # up to this number, cuDNN's faster kernel gains more in an epoch than building its plans costs
+# up to this number of shapes, cuDNN's faster kernel saves more time in an epoch than building its plans costs
+_FEW_SHAPES = 8
 
 
 class AttentionBackend(Technique):
@@ -41,7 +42,7 @@ class AttentionBackend(Technique):
     study = ("attention", ("torch", "cudnn", "flash", "efficient", "math"))
 
     def values(self, case: Case) -> tuple[str, ...]:
-        """Choose cuDNN on Hopper where few shapes repeat, flash where there are many; elsewhere torch's own choice."""
+        """Choose cuDNN on Hopper if few shapes repeat, flash if there are many; elsewhere let torch choose."""
         asked, accelerator = str(self.asked(case.recipe)), case.accelerator
         if asked != "auto":
             if case.recipe is not None and case.recipe.memory.padding == "none":
@@ -49,7 +50,7 @@ class AttentionBackend(Technique):
                 log_info_once(f"{self.setting}: {asked} applies to {rows} only, and memory.padding is none")
             return (asked,)
         is_hopper = accelerator.capability is not None and accelerator.capability[0] == _HOPPER
-        is_half = supports_flash_attention(accelerator, case.compute_dtype)  # cuDNN needs half precision, too
+        is_half = supports_flash_attention(accelerator, case.compute_dtype)  # cuDNN also needs half precision
         if case.recipe is None or not (accelerator.is_cuda and is_hopper and is_half and is_sdpa(case.model)):
             return ("torch",)
         has_few = case.count_shapes is not None and case.count_shapes() <= _FEW_SHAPES
@@ -69,11 +70,11 @@ class AttentionBackend(Technique):
             use_attention(model, value, repeats_heads=repeats)
 
     def change_batching(self, batching: Batching, value: str) -> Batching:
-        """Packed rows of one length are marked: for others cuDNN has no kernel."""
+        """Mark packed rows of equal length: cuDNN has no kernel for others."""
         return replace(batching, marks_equal_rows=True) if value == "cudnn" else batching
 
     def describe(self, value: str) -> str:
-        """Such as "attention flash"."""
+        """Return a text such as "attention flash"."""
         return f"attention {value}"
 
 

@@ -2,10 +2,11 @@
 
 A technique is one way to make a training step need less memory or less time, such as gradient checkpointing or LoRA.
 Everything about it is in one file of this package: its values, the rule for `auto`, conflicts, what it does to the
-model, the loss or the optimizer, how a trace on `meta` sees it, and its words. `trimtab.techniques.TECHNIQUES` lists
-them. The search, the tracer, the ladder, plan.json, the resume rules and the tracking tags iterate over that list.
+model, the loss or the optimizer, how a trace on `meta` sees it, and its descriptions. `trimtab.techniques.TECHNIQUES`
+lists them. The search, the tracer, the ladder, plan.json, the resume rules and the tracking tags iterate over that
+list.
 
-Values are text as a recipe writes it ("none", "all", "{every: 2}"), so that they can be compared, hashed and stored.
+Values are text as written in a recipe ("none", "all", "{every: 2}"), so that they can be compared, hashed and stored.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,11 +25,12 @@ from trimtab.recipe.schema import Recipe
 from trimtab.recipe.yaml_text import as_yaml
 
 Effect = Literal["exact", "rounding", "method"]
-# Names of operations of a trace that use the link between host and device: copies, and waits for them.
+# Names of traced operations that use the link between host and device: copies, and waits for them.
 TO_HOST, FROM_HOST = "host_link.out", "host_link.in"
-WEIGHTS_TO_HOST, WEIGHTS_FROM_HOST = "host_link.weights_out", "host_link.weights_in"  # whatever the size of a batch
+WEIGHTS_TO_HOST, WEIGHTS_FROM_HOST = "host_link.weights_out", "host_link.weights_in"  # independent of the batch size
 WAIT_TO_HOST, WAIT_FROM_HOST = "host_link.wait_out", "host_link.wait_in"
-IN_AFTER_OUT = "host_link.in_after_out"  # the next copy from the host begins when this many bytes to it are left
+# the next copy from the host starts when at most this many bytes of copies to the host are left
+IN_AFTER_OUT = "host_link.in_after_out"
 OnResume = Literal["free", "from here on", "refused"]
 
 
@@ -48,12 +50,12 @@ class Phase(IntEnum):
 
 @dataclass(frozen=True)
 class StepSpec:
-    """How an optimizer step is made. It can be hashed, and written to JSON.
+    """How an optimizer step is computed. It can be hashed, and written to JSON.
 
     Attributes:
-        micro_batch: Rows that one process passes through the model in one forward.
-        precision: As `train.precision`, never "auto".
-        values: (key of a technique, its value), sorted by key.
+        micro_batch: Rows that one process computes in one forward.
+        precision: As `train.precision`, but never "auto".
+        values: Pairs of a technique's key and its value, sorted by key.
     """
 
     micro_batch: int
@@ -62,7 +64,7 @@ class StepSpec:
 
     @classmethod
     def of(cls, micro_batch: int, precision: str, values: Mapping[str, str]) -> "StepSpec":
-        """A specification from a mapping of values."""
+        """Build a specification from a mapping of values."""
         return cls(micro_batch, precision, tuple(sorted(values.items())))
 
     def __getitem__(self, key: str) -> str:
@@ -76,11 +78,11 @@ class StepSpec:
         return dict(self.values)
 
     def having(self, values: Mapping[str, str]) -> "StepSpec":
-        """The same specification with other values of some techniques."""
+        """Return a copy with other values for some techniques."""
         return StepSpec.of(self.micro_batch, self.precision, {**self._by_key, **values})
 
     def with_micro_batch(self, micro_batch: int) -> "StepSpec":
-        """The same specification with another micro-batch size."""
+        """Return a copy with another micro-batch size."""
         return replace(self, micro_batch=micro_batch)
 
 
@@ -94,7 +96,7 @@ class Accelerator:
     Attributes:
         type: "cuda" or "cpu", as `torch.device.type`.
         capability: Compute capability of an NVIDIA GPU.
-        num_multiprocessors: Determines the workspaces of some kernels.
+        num_multiprocessors: Number of multiprocessors; determines the workspaces of some kernels.
         has_flash: Whether torch's flash attention kernel runs on it in half precision.
         is_here: Whether it is in this machine; techniques then need their packages installed.
     """
@@ -112,7 +114,7 @@ class Accelerator:
 
     @classmethod
     def of(cls, device: torch.device) -> "Accelerator":
-        """The description of a device of this machine."""
+        """Describe a device of this machine."""
         if device.type != "cuda":
             return cls(device.type)
         properties = torch.cuda.get_device_properties(device)
@@ -129,16 +131,16 @@ class Case:
         precision: As in `StepSpec`.
         recipe: The recipe; None for a user's own loop, where every setting counts as "auto".
         allow: Techniques that may change results slightly, as in `memory.allow`.
-        loss_kind: As in `trimtab.data.tasks.base.Task`; "" if the loss is not known.
+        loss_kind: As in `trimtab.data.tasks.base.Task`; "" if the loss is unknown.
         has_own_loss: Whether the user passed a loss function.
-        model_kind: As in `trimtab.data.tasks.base.Task`; "" if it is not known.
+        model_kind: As in `trimtab.data.tasks.base.Task`; "" if unknown.
         num_rows: The largest possible micro-batch size.
         num_targets: Positions with a target in the longest row.
         num_processes: Processes that share a batch.
-        num_steps: Optimizer steps of the run; None if it is not known.
-        count_shapes: Counts the distinct shapes of the micro-batches of an epoch; None if they are not known.
-        find_head_problem: Tests on real weights whether the loss can be computed without all logits: returns None if
-            so, else the reason. None without weights.
+        num_steps: Optimizer steps of the run; None if unknown.
+        count_shapes: Counts the distinct shapes of the micro-batches of an epoch; None if they are unknown.
+        find_head_problem: Tests on real weights whether the loss can be computed without all logits: returns None if it
+            can, else the reason. None without weights.
         optimizer: The optimizer of a user's own loop.
     """
 
@@ -178,7 +180,7 @@ class Site:
         accelerator: The device, or the simulated one in a trace.
         compute_dtype: The dtype of matrix products; None is fp32.
         recipe: The recipe, for settings besides the value itself; None for a user's own loop.
-        model_kind: As in `trimtab.data.tasks.base.Task`; "" if it is not known.
+        model_kind: As in `trimtab.data.tasks.base.Task`; "" if unknown.
         unfrozen_later: Parameters that are frozen now and become trainable later.
         kept_blocks: Numbers of the blocks in a shortened model of a trace; None if the model is complete.
     """
@@ -222,12 +224,12 @@ class LossRequest:
 
 @dataclass(frozen=True)
 class HostUse:
-    """What a technique changes in the use of host memory and disk.
+    """The changes of a technique to the use of host memory and disk.
 
     Attributes:
         kept_bytes: Weights that stay in host memory.
         pages_state: Whether optimizer state is in memory that the driver pages to the host.
-        state_ratio: Bytes of optimizer state for each byte of trainable weights.
+        state_ratio: Bytes of optimizer state per byte of trainable weights.
         updates_on_host: Whether weights, gradients and optimizer state are in host memory.
         streams_weights: Whether weights move to the device one by one while loading.
         exports_trainable: Whether only trainable parameters are exported.
@@ -241,7 +243,7 @@ class HostUse:
     exports_trainable: bool = False
 
 
-UPDATE_CALL = "trimtab.update"  # the operation that represents the Python code that updates one parameter
+UPDATE_CALL = "trimtab.update"  # the operation that represents the Python code that updates a parameter
 
 
 class TraceRecorder(Protocol):
@@ -256,16 +258,16 @@ class TraceRecorder(Protocol):
         """A context in which new tensors take no device memory."""
 
     def born_as(self, part: str) -> AbstractContextManager[None]:
-        """A context in which new tensors are this part of the anatomy."""
+        """A context in which new tensors belong to this part of the anatomy."""
 
     def adopt(self, tensors: Iterable[torch.Tensor], part: str) -> None:
         """Record existing tensors as allocated now."""
 
     def transfer(self, name: str, num_bytes: int, tensors: Iterable[torch.Tensor] = ()) -> None:
-        """Count a copy of tensors between host and device; or a wait until at most `num_bytes` are in transit."""
+        """Count a copy of tensors between host and device, or a wait until at most `num_bytes` are in transit."""
 
     def adopt_on_host(self, tensors: list[torch.Tensor], parameters: Iterable[torch.Tensor]) -> None:
-        """Record existing tensors of parameters as host memory, which does not count."""
+        """Record existing tensors of parameters as host memory, which is not counted."""
 
     def copy_weights(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Count a copy of weights or gradients between host and device, which overlaps with computation."""
@@ -279,12 +281,12 @@ class TraceRecorder(Protocol):
 
 @dataclass(frozen=True)
 class Trial:
-    """A micro-batch of one size that can run before the first step.
+    """A micro-batch of a given size that can run before the first step.
 
     Attributes:
         shape: The shape of its inputs.
-        share: The share of micro-batches of an epoch that have this size.
-        run: Computes loss and gradients, and undoes everything that this changed.
+        share: The share of an epoch's micro-batches that have this size.
+        run: Computes loss and gradients, and undoes all changes.
     """
 
     shape: tuple[int, ...]
@@ -309,33 +311,33 @@ class Suggestion:
 
 
 class Technique:
-    """A technique that does nothing; each one overrides what it needs.
+    """Base class of techniques: every method does nothing, and each technique overrides those that it needs.
 
     Attributes:
         key: Its name in specifications, plan.json and the ladder.
         setting: Its key in a recipe, with dots.
-        effect: "exact" changes no result but the order of floating-point operations; "rounding" changes results
-            slightly and must be allowed by the user; "method" trains something else and is never chosen by a plan.
+        effect: "exact" changes only the order of floating-point operations; "rounding" changes results slightly and
+            must be allowed by the user; "method" trains something else and is never chosen by a plan.
         off: The value that does nothing; None if some value is always in use.
         phase: When `change_model` is called.
-        changes_model_when_off: Whether `change_model` is called for `off` as well, because a model may have the
-            technique from elsewhere.
-        is_slower_with_each_value: Whether every further value of `values` takes at least as much time and at most as
-            much memory as the one before it. The search may then skip values after one that fits.
+        changes_model_when_off: Whether `change_model` is also called for `off`, because a model may already use the
+            technique.
+        is_slower_with_each_value: Whether each value of `values` takes at least as much time and at most as much memory
+            as the one before it. The search may then skip values after one that fits.
         is_decided_first: Whether its values are compared once, for the largest micro-batch, and only the best one is
-            searched further: what is faster there is faster in all plans.
-        last_resorts: Values that are searched only if nothing fits without them; None = all but the first one.
-        shrinks_weights: Whether further values need less device memory for weights.
-        reaches_far: Whether what happens in a block may depend on others than the two before and after it: copies that
-            begin early. Traces then keep more blocks.
-        may_fail_in_trace: Whether a model may turn out not to allow it when a step is traced.
-        needs_prediction: Whether `auto` is decided by predictions, so that a plan is worth its time.
-        advice: The value to suggest where memory ran out and nothing was predicted.
-        before: What the value was in versions that did not know the technique.
-        is_kept_on_resume: Whether a resumed run keeps its value also where nothing is predicted, because another one
+            searched further: the fastest value there is the fastest in all plans.
+        last_resorts: Values that are searched only if nothing fits without them; None means all except the first.
+        shrinks_weights: Whether later values need less device memory for weights.
+        reaches_far: Whether the computation of a block may depend on more than the two blocks before and after it,
+            because copies start early. Traces then keep more blocks.
+        may_fail_in_trace: Whether only tracing a step can show that a model does not support it.
+        needs_prediction: Whether `auto` depends on predictions, so that planning is worth its time.
+        advice: The value to suggest if memory ran out and nothing was predicted.
+        before: The value that versions without the technique effectively used.
+        is_kept_on_resume: Whether a resumed run keeps its value even if nothing is predicted, because another value
             rounds differently.
-        study: A comparison that `trimtab compare --study` ships: its name, and the values as the recipe writes them;
-            a value whose name is not its text is given as (name, value).
+        study: A comparison for `trimtab compare --study`: its name, and the values as written in a recipe; a value with
+            a different display name is a pair (name, value).
     """
 
     key: ClassVar[str]
@@ -359,7 +361,7 @@ class Technique:
     # ------------------------------------------------------------------ which values
 
     def asked(self, recipe: Recipe | None) -> Any:
-        """The value in a recipe; "auto" without one."""
+        """The value in a recipe; "auto" without a recipe."""
         if recipe is None:
             return "auto"
         found: Any = recipe
@@ -376,7 +378,7 @@ class Technique:
         return (self.off or "",)
 
     def is_open(self, recipe: Recipe | None) -> bool:
-        """Whether a recipe leaves the value to `auto`."""
+        """Whether a recipe leaves the value at `auto`."""
         return bool(self.asked(recipe) == "auto")
 
     def without_plan(self, case: Case) -> str:
@@ -388,7 +390,7 @@ class Technique:
         return None
 
     def can_keep(self, value: str, case: Case) -> bool:
-        """Whether a run that is resumed can keep a value that `auto` chose, perhaps on another machine."""
+        """Whether a resumed run can keep a value that `auto` chose, perhaps on another machine."""
         return True
 
     def suggest(self, spec: StepSpec, case: Case) -> Iterator[Suggestion]:
@@ -400,7 +402,7 @@ class Technique:
         return precision
 
     def in_recipe(self, recipe: Recipe, value: str) -> Recipe:
-        """A recipe with another value."""
+        """Return the recipe with another value."""
         section, _, name = self.setting.rpartition(".")
         if not section:
             return recipe.model_copy(update={name: value})
@@ -410,11 +412,11 @@ class Technique:
     # ------------------------------------------------------------------ what it does
 
     def load(self, value: str, options: LoadOptions, half: torch.dtype) -> LoadOptions:
-        """How weights are loaded; `half` is the dtype that matrix products compute in."""
+        """How weights are loaded; `half` is the dtype of matrix products."""
         return options
 
     def loads_on_host(self, recipe: Recipe, *, is_too_large: bool) -> bool:
-        """Whether weights are loaded in host memory, from where the technique takes them.
+        """Whether weights are loaded in host memory, because the technique reads them there.
 
         Args:
             recipe: The recipe.
@@ -426,50 +428,50 @@ class Technique:
         """Change a model in place; called in the order of phases, for `off` only with `changes_model_when_off`."""
 
     def change_loss(self, loss: Loss, value: str, request: LossRequest) -> Loss:
-        """The loss to use in place of `loss`."""
+        """The loss to use instead of `loss`."""
         return loss
 
     def change_batching(self, batching: Batching, value: str) -> Batching:
-        """How rows become batches, for training and for evaluation."""
+        """How rows are batched, for training and for evaluation."""
         return batching
 
     def wrap_step(self, compute_gradients: Callable[..., Any], value: str) -> Callable[..., Any]:
-        """The function to use in place of `trimtab.training.step.window_gradients`."""
+        """The function to use instead of `trimtab.training.step.window_gradients`."""
         return compute_gradients
 
     def warm_up(self, model: torch.nn.Module, value: str, find_trials: Callable[[], Sequence[Trial]]) -> None:
-        """Do what has to be done before the first step for every size of micro-batch.
+        """Prepare for every micro-batch size before the first step.
 
         Args:
             model: The model, in training mode.
             value: The value in use.
-            find_trials: Returns one micro-batch of every size, the largest first; takes a pass over the epoch's rows.
+            find_trials: Returns one micro-batch of every size, largest first; needs a pass over the epoch's rows.
         """
 
     def state(self, model: torch.nn.Module, value: str) -> Any:
-        """An object with `state_dict` and `load_state_dict` to save in checkpoints; None if it has no state."""
+        """An object with `state_dict` and `load_state_dict` to save in checkpoints; None if there is no state."""
         return None
 
     def change_optimizer(
         self, optimizer: torch.optim.Optimizer, value: str, groups: list[dict[str, Any]]
     ) -> torch.optim.Optimizer:
-        """The optimizer to use instead of the one of a user's own loop, for these parameter groups."""
+        """The optimizer to use instead of the one in a user's own loop, for these parameter groups."""
         return optimizer
 
     def wrap_build(self, build: BuildOptimizer, spec: StepSpec, model: torch.nn.Module) -> BuildOptimizer:
-        """The function to use in place of the one that builds a recipe's optimizer, for a prepared model."""
+        """The function to use instead of the one that builds a recipe's optimizer, for a prepared model."""
         return build
 
     # ------------------------------------------------------------------ how it is traced
 
     def patches(self, recorder: TraceRecorder, accelerator: Accelerator) -> Iterator[Patch]:
-        """Functions that cannot run without data, with replacements that allocate and cost the same."""
+        """Functions that need data, with replacements that allocate the same memory and cost the same time."""
         return iter(())
 
     def block_mark(self, value: str, num_blocks: int, recipe: Recipe | None) -> Callable[[int], Any] | None:
         """A function from the number of a block to a value; blocks with different values are traced separately.
 
-        None if the technique treats all blocks alike.
+        None if the technique treats all blocks the same.
         """
         return None
 
@@ -490,7 +492,7 @@ class Technique:
         return False
 
     def start_seconds(self, value: str, case: Case) -> float:
-        """Seconds that a run needs before its first step, for example to compile; the search counts them."""
+        """Seconds that a run needs before its first step, for example to compile; the search includes them."""
         return 0.0
 
     def host_use(self, value: str, model: Any, weight_bytes: int) -> HostUse:
@@ -500,15 +502,15 @@ class Technique:
     # ------------------------------------------------------------------ descriptions and files of a run
 
     def plain_loop(self, value: str) -> dict[str, Any] | None:
-        """Arguments of `planner.trace.plain_step.trace_plain_model`; None if a plain loop has no such value."""
+        """Arguments of `planner.trace.plain_step.trace_plain_model`; None if a plain loop cannot use the value."""
         return {} if value in (self.off, self.before) else None
 
     def shares(self, values: Sequence[str], case: Case) -> tuple[tuple[str, float], ...]:
-        """Each value with the share of a model's blocks that it is used for; empty if memory does not follow it."""
+        """Each value with its share of a model's blocks; empty if memory is not proportional to that share."""
         return ()
 
     def describe(self, value: str) -> str:
-        """The value in a few words, for the ladder and the log."""
+        """A short description of the value, for the ladder and the log."""
         return f"{self.key} {value}"
 
     def plan_text(self, value: str, recipe: Recipe | None) -> str:
@@ -520,12 +522,12 @@ class Technique:
         return text
 
     def on_resume(self, old: Any, new: Any) -> OnResume:
-        """Whether a resumed run may have another value in its recipe."""
+        """Whether a resumed run may change the value in its recipe."""
         return "free"
 
 
 def as_text(value: Any) -> str:
-    """A value of a recipe as text."""
+    """A recipe value as text."""
     return value if isinstance(value, str) else as_yaml(value)
 
 
@@ -544,11 +546,11 @@ class Axis:
     shares: tuple[tuple[str, float], ...] = ()
 
     def position(self, value: str) -> float:
-        """Where a value is between the first (0) and the last (1)."""
+        """The position of a value between the first (0) and the last (1)."""
         known = dict(self.shares)
         return known[value] if known else self.values.index(value) / (len(self.values) - 1)
 
     @property
     def middle(self) -> str:
-        """The value that is nearest to the middle."""
+        """The value nearest to the middle."""
         return min(self.values, key=lambda value: abs(self.position(value) - 0.5))

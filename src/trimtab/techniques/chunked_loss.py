@@ -38,9 +38,9 @@ class ChunkedLoss(Technique):
     advice = "chunked"
 
     def values(self, case: Case) -> tuple[str, ...]:
-        """Chunks are an option if logits are large and the head is a single matrix product.
+        """Include chunks if logits are large and the head is a single matrix product.
 
-        Which one is faster depends on the device: chunks are faster on some, and slow on old GPUs in fp16.
+        Which value is faster depends on the device: chunks are faster on some GPUs, and slow on old GPUs in fp16.
         """
         asked = str(self.asked(case.recipe))
         if case.loss_kind != "token-cross-entropy" or case.has_own_loss:
@@ -63,7 +63,7 @@ class ChunkedLoss(Technique):
         return (whole,) if self._problem("chunked", case) else (whole, "chunked")
 
     def without_plan(self, case: Case) -> str:
-        """Chunks if possible: they cost little and save much."""
+        """Choose chunks if possible: they cost little time and save much memory."""
         values = self.values(case)
         if values == ("plain",) and self.asked(case.recipe) == "auto" and not self._is_small(case):
             problem = self._problem("chunked", case)
@@ -83,7 +83,7 @@ class ChunkedLoss(Technique):
         return None if case.find_head_problem is None else case.find_head_problem(how)
 
     def change_loss(self, loss: Loss, value: str, request: LossRequest) -> Loss:
-        """The same loss without logits, or without copies of them."""
+        """Return the same loss without logits, or without copies of them."""
         return loss if value == "plain" else build_task_loss(**vars(request), how=value)
 
     def patches(self, recorder: TraceRecorder, accelerator: Accelerator) -> Iterator[Patch]:
@@ -106,11 +106,11 @@ class ChunkedLoss(Technique):
         yield token_cross_entropy, "kernels_for", lambda _: kernels
 
     def tries_loss_first(self, value: str) -> bool:
-        """The chunked loss runs the model once to find out what it does after its head."""
+        """Return True for the chunked loss, which runs the model once to find out what it does after its head."""
         return value not in ("plain", "fused")
 
     def loads_kernels(self, value: str) -> bool:
-        """The fused kernels are Triton's. Chunks use the same two on some GPUs, which is too little to count there."""
+        """Return True for the fused kernels, which are Triton's; the two that chunks use on some GPUs are too small."""
         return value == "fused"
 
 
@@ -127,7 +127,7 @@ def _kernel_problem(accelerator: Accelerator) -> str | None:
 
 
 class _TracedKernels:
-    """Allocates what `trimtab.model.cross_entropy_kernel` allocates, and counts what it reads and writes."""
+    """Allocate what `trimtab.model.cross_entropy_kernel` allocates, and count what it reads and writes."""
 
     def __init__(self, recorder: TraceRecorder) -> None:
         self._recorder = recorder
@@ -163,12 +163,13 @@ def build_task_loss(
     """The loss of a task, with or without a tensor of all logits or copies of it.
 
     Args:
-        kind: See `trimtab.model.losses.build_loss`; so are the next two.
+        kind: This and the next two arguments are as in `trimtab.model.losses.build_loss`.
         shifts_labels: Whether the logits at position t predict the label at t + 1.
         label_smoothing: As in `torch.nn.CrossEntropyLoss`.
-        counts_hits: Without logits, count the labels that are the most likely token, for the metric token_accuracy.
+        counts_hits: Whether to count labels that are the most likely token, for the metric token_accuracy, if there are
+            no logits.
         how: "plain" computes all logits; "chunked" and "liger" (on a GPU) do not; "fused" (on a GPU) does not copy
-            them. All but the first are for "token-cross-entropy" alone.
+            them. All except "plain" support only "token-cross-entropy".
     """
     if how not in ("plain", "fused", "chunked", "liger"):
         raise RecipeError(f"memory.loss: {how!r} is not known", "memory.loss: plain, fused, chunked or liger")

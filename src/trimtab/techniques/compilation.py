@@ -2,11 +2,11 @@
 
 Blocks are compiled before the first step. torch keeps compiled code in a cache folder (TORCHINDUCTOR_CACHE_DIR), which
 later runs and resumed runs read. `graphs` captures forward, loss and backward of every size of micro-batch in CUDA
-graphs as well, so that the GPU no longer waits for Python; `capture` does so without compiling anything, which takes
-seconds less before the first step and leaves operations as they are.
+graphs as well, so that the GPU no longer waits for Python; `capture` does so without compiling anything, which saves
+seconds before the first step and does not change any operation.
 
-Results are those of the plain step up to rounding; dropout draws the same random numbers. A failure is part of a
-checkpoint, so a resumed run rounds alike.
+Results are those of the plain step up to rounding; dropout draws the same random numbers. A failure to compile is saved
+in checkpoints, so a resumed run rounds the same way.
 """
 
 from collections.abc import Callable, Sequence
@@ -55,7 +55,7 @@ class Compilation(Technique):
     study = ("compile", ("off", "blocks"))
 
     def values(self, case: Case) -> tuple[str, ...]:
-        """The recipe's value; `auto` leaves it to the planner whether a run is long enough."""
+        """Return the recipe's value; with `auto`, the planner decides whether a run is long enough."""
         asked = str(self.asked(case.recipe))
         if asked == "auto":
             return ("off", *_worth_trying(case)) if may_compile(case) else ("off",)
@@ -64,7 +64,7 @@ class Compilation(Technique):
         return (asked,)
 
     def refuse(self, spec: StepSpec, case: Case) -> str | None:
-        """A graph cannot contain the exchange of gradients; masks in compiled blocks are not predicted well."""
+        """Refuse graphs that would exchange gradients, and compiled blocks with masks, which are predicted poorly."""
         value = spec[self.key]
         if captures_steps(value) and case.num_processes > 1:
             return f"{_KEY}: {value} works with one process; blocks works with several"
@@ -72,13 +72,13 @@ class Compilation(Technique):
             return None
         if spec["padding"] != "none":
             return f"{_KEY}: auto compiles batches without padding only"
-        # Batches with one label per row would have graphs for every number of rows and every number of tokens.
+        # Batches with one label per row would need a graph for every combination of row count and token count.
         if captures_steps(value) and case.model_kind in _ROW_KINDS and _divides_batches(spec, case):
             return f"{_KEY}: auto captures the steps of a classifier only if a batch is one micro-batch"
         return None
 
     def can_keep(self, value: str, case: Case) -> bool:
-        """Graphs need an NVIDIA GPU and one process; where `auto` compiles nothing, a resumed run does not either."""
+        """Return whether this machine can run it: compiling needs an NVIDIA GPU, and graphs need a single process."""
         is_alone = case.num_processes == 1
         return value == self.off or (case.accelerator.is_cuda and (is_alone or not captures_steps(value)))
 
@@ -94,11 +94,11 @@ class Compilation(Technique):
         return partial(compute_gradients, compute=compute_captured) if captures_steps(value) else compute_gradients
 
     def change_batching(self, batching: Batching, value: str) -> Batching:
-        """Every size is a separate graph, and takes memory and time to capture."""
+        """Reduce the number of sizes: each one needs its own graph, which takes memory and time to capture."""
         return replace(batching, has_few_sizes=True) if captures_steps(value) else batching
 
     def warm_up(self, model: torch.nn.Module, value: str, find_trials: Callable[[], Sequence[Trial]]) -> None:
-        """Compile the blocks, and capture every size; if there are too many, the most frequent ones."""
+        """Compile the blocks, and capture every size; if there are too many sizes, only the most frequent ones."""
         blocks, captured = compiled_blocks_of(model), captured_micro_batches_of(model)
         if captured is None and (blocks is None or blocks.failure is not None):
             return
@@ -109,17 +109,17 @@ class Compilation(Technique):
             say(f"{_KEY}: {value} needs an NVIDIA GPU: {rest}")
             captured = None
         if captured is None:
-            for trial in others[-1:]:  # torch may find that small sizes need other code
+            for trial in others[-1:]:  # torch may find that small sizes need different code
                 trial.run()
             return
         _capture_sizes(captured, [largest, *others])
 
     def captures(self, value: str) -> bool:
-        """Graphs are, compiled or not."""
+        """Return True for graphs, compiled or not."""
         return captures_steps(value)
 
     def start_seconds(self, value: str, case: Case) -> float:
-        """Compiling, and capturing every size."""
+        """Return the seconds for compiling, and for capturing every size."""
         if value == self.off:
             return 0.0
         seconds = compile_seconds(case.model) if compiles_blocks(value) else 0.0
@@ -128,20 +128,20 @@ class Compilation(Technique):
         return seconds
 
     def state(self, model: torch.nn.Module, value: str) -> Any:
-        """Which sizes are compiled, and whether compiling or capturing failed."""
+        """Return which sizes are compiled, and whether compiling or capturing failed."""
         blocks, captured = compiled_blocks_of(model), captured_micro_batches_of(model)
         return None if blocks is None and captured is None else ExecutionState(blocks, captured)
 
     def loads_kernels(self, value: str) -> bool:
-        """Inductor's kernels are Triton's."""
+        """Return True for compiled blocks: Inductor's kernels are Triton's."""
         return compiles_blocks(value)
 
     def describe(self, value: str) -> str:
-        """Such as "compiled blocks"."""
+        """Return a text such as "compiled blocks"."""
         return f"compiled {value}" if compiles_blocks(value) else "captured steps"
 
     def on_resume(self, old: Any, new: Any) -> OnResume:
-        """Compiled blocks round differently."""
+        """Forbid a change: compiled blocks round differently."""
         return "from here on"
 
 
@@ -156,7 +156,7 @@ def compiles_blocks(value: str) -> bool:
 
 
 def conflict(setting: str, value: str, reason: str) -> str:
-    """The refusal of a setting together with a value; `reason` holds where blocks are compiled."""
+    """Return the message for a setting that conflicts with a value; `reason` applies if blocks are compiled."""
     if compiles_blocks(value):
         return f"{setting} does not work with {_KEY}: {value}, {reason}"
     return f"{setting} has not been tested with {_KEY}: {value}"
@@ -174,7 +174,7 @@ def may_compile(case: Case) -> bool:
     has_triton = not accelerator.is_here or has_package("triton")
     capability = accelerator.capability if accelerator.is_cuda else None
     pays = compiling_may_pay(case.num_steps, capability, has_triton=has_triton)
-    # a layer that is dropped at random is drawn on the host, which a graph would do once
+    # a layer that is dropped at random is chosen on the host, which a graph would do only once
     drops_layers = bool(getattr(getattr(case.model, "config", None), "layerdrop", 0))
     if drops_layers or fused_experts(case.model):  # blocks with experts were not measured
         return False
@@ -188,7 +188,7 @@ def _divides_batches(spec: StepSpec, case: Case) -> bool:
 
 
 def _worth_trying(case: Case) -> tuple[str, ...]:
-    """Large models keep a GPU busy, and the gradients of all their weights would stay allocated for graphs."""
+    """Return False for large models: they keep a GPU busy, and graphs would keep all their gradients allocated."""
     assert case.recipe is not None
     has_few = adapter_settings(case.recipe) is not None
     num_trainable = 0 if has_few else sum(parameter.numel() for parameter in case.model.parameters())
@@ -197,12 +197,12 @@ def _worth_trying(case: Case) -> tuple[str, ...]:
 
 def _capture_sizes(captured: CapturedMicroBatches, trials: Sequence[Trial]) -> None:
     frequent = sorted(trials, key=lambda trial: trial.share, reverse=True)[:MOST_GRAPHS]
-    chosen = [trial for trial in trials if trial in frequent]  # the largest first: others fit into its memory
+    chosen = [trial for trial in trials if trial in frequent]  # the largest first: the others fit into its memory
     for trial in chosen:
-        if trial is not trials[0]:  # that one has run
+        if trial is not trials[0]:  # the first one has run
             trial.run()  # loads the kernels
     for trial in chosen:
-        trial.run()  # is captured; only now, because the memory of graphs is not free for other runs
+        trial.run()  # capture only now, because other runs cannot use the memory of graphs
     if captured.failure is None and captured.num_graphs:
         share = sum(trial.share for trial in frequent)
         some = "" if len(frequent) == len(trials) else f" ({share:.0%} of the micro-batches)"

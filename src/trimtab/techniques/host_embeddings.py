@@ -1,4 +1,4 @@
-"""Keeps frozen token embeddings in host memory; the device reads the few rows that a batch needs.
+"""Keep frozen token embeddings in host memory; the device reads the few rows that a batch needs.
 
 The embeddings of a large vocabulary take a gigabyte, of which a step uses a few thousand rows. CUDA kernels can read
 pinned host memory directly. The parameter remains an ordinary CUDA tensor for all other code, without copies and
@@ -25,7 +25,7 @@ class HostEmbeddings(Technique):
     is_slower_with_each_value = True
 
     def values(self, case: Case) -> tuple[str, ...]:
-        """Possible on a GPU with an adapter, if the embeddings are frozen and not tied to the output layer."""
+        """Offer it on a GPU with an adapter, if the embeddings are frozen and not tied to the output layer."""
         asked = str(self.asked(case.recipe))
         if asked != "auto":
             return (asked,)
@@ -36,7 +36,7 @@ class HostEmbeddings(Technique):
         return ("none", "embeddings")
 
     def change_model(self, model: torch.nn.Module, value: str, site: Site) -> None:
-        """Move the embeddings; a trace only records that they take no device memory."""
+        """Move the embeddings; in a trace, only record that they take no device memory."""
         if site.is_traced:
             check_embeddings_can_leave(model)
             bare: Any = model
@@ -45,12 +45,12 @@ class HostEmbeddings(Technique):
             keep_embeddings_on_host(model, site.device, trained_later=site.unfrozen_later)
 
     def host_use(self, value: str, model: Any, weight_bytes: int) -> HostUse:
-        """The table stays on the host."""
+        """Count the table as host memory."""
         num_weights = model.get_input_embeddings().weight.numel() if value == "embeddings" else 0
         return HostUse(kept_bytes=num_weights * weight_bytes)
 
     def describe(self, value: str) -> str:
-        """Such as "embeddings on host"."""
+        """Return a text such as "embeddings on host"."""
         return f"{value} on host"
 
 
@@ -113,7 +113,7 @@ def check_embeddings_can_leave(model: torch.nn.Module, trained_later: Iterable[t
 
 
 class _Foreign:
-    """Memory described to torch by CUDA's array interface."""
+    """Memory described to torch through CUDA's array interface."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.__cuda_array_interface__ = {
@@ -125,7 +125,7 @@ class _Foreign:
 
 
 def _seen_from(device: torch.device, pinned: torch.Tensor) -> torch.Tensor:
-    """Pinned host memory as a tensor of the device: the same memory, read over the bus."""
+    """Return pinned host memory as a tensor of the device: the same memory, read over the bus."""
     with torch.cuda.device(device):
         raw = torch.as_tensor(_Foreign(pinned), device=device)
     return raw.view(pinned.dtype).view(pinned.shape)

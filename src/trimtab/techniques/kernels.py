@@ -1,9 +1,9 @@
-"""Fused kernels for what blocks compute between their products; they store less and read memory less often.
+"""Fused kernels for the operations between the matrix products of a block; they store less and read memory less often.
 
-`liger`: norms and gated activations of decoders from liger-kernel, and rotary embeddings by a kernel of ours
+`liger`: norms and gated activations of decoders from liger-kernel, and rotary embeddings by trimtab's kernel
 (`trimtab.model.rotary`). liger-kernel also patches the classes of the model's family for models that are built later;
-that is reverted here. `fused`: dropout, residual sums, norms, GELU and projections of BERT's blocks by kernels of ours
-(`trimtab.model.fused_encoder`). Only the modules of one model are changed.
+that is reverted here. `fused`: dropout, residual sums, norms, GELU and projections of BERT's blocks by trimtab's
+kernels (`trimtab.model.fused_encoder`). Only the modules of one model are changed.
 """
 
 import sys
@@ -31,7 +31,7 @@ class FusedKernels(Technique):
     is_decided_first = True
 
     def values(self, case: Case) -> tuple[str, ...]:
-        """The result of `choose_kernels`; packages need not be installed for a device outside this machine."""
+        """Return the result of `choose_kernels`; for a device outside this machine, packages need not be installed."""
         asked = str(self.asked(case.recipe))
         if case.recipe is None:
             return ("plain",)
@@ -42,23 +42,23 @@ class FusedKernels(Technique):
         if asked == "fused" or (asked != "auto" and not case.accelerator.is_here):
             return (asked,)
         if asked == "auto" and case.recipe.train.compile not in ("auto", "off"):
-            return ("plain",)  # compiled blocks have fused kernels of their own; others were not tested in CUDA graphs
+            return ("plain",)  # compiled blocks are fused by the compiler; other values were not tested in CUDA graphs
         device = torch.device(case.accelerator.type)
         chosen = choose_kernels(asked, case.model, device, case.compute_dtype)
         return (chosen, "plain") if asked == "auto" and chosen != "plain" and may_compile(case) else (chosen,)
 
     def refuse(self, spec: StepSpec, case: Case) -> str | None:
-        """A compiler fuses norms and activations itself, and fails on liger's functions."""
+        """Refuse compiled blocks: a compiler fuses norms and activations itself, and fails on liger's functions."""
         value, compiled = spec[self.key], spec["compile"]
         if (value == "liger" and compiled != "off") or (value == "fused" and compiles_blocks(compiled)):
             return conflict(f"{self.setting}: {value}", compiled, "which also fuses kernels")
-        # a call from Python costs more than the launches that it saves
+        # calling the kernel from Python costs more than the launches that it saves
         if value == "fused" and compiled == "off" and self.is_open(case.recipe):
             return f"{self.setting}: auto takes fused kernels of encoders in captured steps only"
         return None
 
     def change_model(self, model: torch.nn.Module, value: str, site: Site) -> None:
-        """Use the fused kernels; a trace gets modules that allocate the same memory."""
+        """Use the fused kernels; in a trace, use modules that allocate the same memory."""
         if value == "fused":
             _require_encoder(model, site.accelerator)  # a stored plan may come from another machine
             use_fused_encoder(model)
@@ -71,12 +71,12 @@ class FusedKernels(Technique):
             use_fused_rotary(model, rotate_with_triton)
 
     def loads_kernels(self, value: str) -> bool:
-        """They are Triton's."""
+        """Return True for fused kernels: they are Triton's."""
         return value != self.off
 
 
 def _can_fuse_encoder(case: Case) -> bool:
-    """Whether `auto` may take the kernels for encoders."""
+    """Whether `auto` may choose the kernels for encoders."""
     return case.compute_dtype is not None and _encoder_problem(case.model, case.accelerator) is None
 
 
@@ -106,7 +106,7 @@ def _encoder_problem(model: torch.nn.Module | None, accelerator: Accelerator) ->
 
 
 def choose_kernels(wanted: str, model: torch.nn.Module, device: torch.device, compute_dtype: torch.dtype | None) -> str:
-    """Resolve `auto`: liger if it is installed and supports the model, and the model computes in half precision.
+    """Resolve `auto`: liger if it is installed, supports the model, and the model computes in half precision.
 
     Args:
         wanted: "auto", "plain" or "liger".
@@ -126,7 +126,7 @@ def choose_kernels(wanted: str, model: torch.nn.Module, device: torch.device, co
 
 
 def use_liger(model: torch.nn.Module) -> None:
-    """Use the fused kernels for norms and gated activations of a model; its loss and its classes are not changed."""
+    """Use the fused kernels for norms and gated activations of a model; its loss and its classes do not change."""
     import inspect
 
     apply = _families()[_family(model)]
@@ -162,8 +162,8 @@ def _require_liger(model: torch.nn.Module, device: torch.device) -> None:
         )
 
 
-# ---------------------------------------------------------------------- in a trace
-# Each kernel is an operation that reads and writes what the kernel does, so that its time is predicted.
+# ---------------------------------------------------------------------- in a trace Each kernel is one operation that
+# reads and writes the same data as the kernel, so that its time is predicted.
 
 
 class _RmsNorm(torch.autograd.Function):

@@ -1,8 +1,8 @@
-"""Optimizer state in pinned host memory: it visits the device slice by slice while weights are updated.
+"""Optimizer state in pinned host memory: slices of it are copied to the device while weights are updated.
 
-Weights stay on the device, so forward takes no longer. With updates in backward the copies overlap with backward, and
-only the gradients in use exist: the device then needs little more than the weights. Results are those of state on the
-device to the bit, except for stochastic rounding, which draws other random numbers.
+Weights stay on the device, so forward takes no longer. With updates in backward, the copies overlap with backward, and
+only the gradients in use exist: the device then needs little more memory than for the weights. Results are
+bit-identical to those with state on the device, except for stochastic rounding, which draws other random numbers.
 """
 
 from collections.abc import Iterator
@@ -45,7 +45,7 @@ class StateOffload(Technique):
     reaches_far = True
 
     def values(self, case: Case) -> tuple[str, ...]:
-        """The recipe's value; `auto` considers it where all weights of a model train on an NVIDIA GPU."""
+        """Return the recipe's value; `auto` considers it if all weights of a model are trained on an NVIDIA GPU."""
         asked = str(self.asked(case.recipe))
         if asked != "auto":
             if asked != self.off and case.num_processes > 1:
@@ -56,7 +56,7 @@ class StateOffload(Technique):
         return ("none", _HOST) if is_possible and trains_all else ("none",)
 
     def refuse(self, spec: StepSpec, case: Case) -> str | None:
-        """State must be of single elements, in memory that nothing else moves."""
+        """Refuse optimizers whose state is not elementwise, and techniques that move the state themselves."""
         if spec[self.key] == self.off:
             return None
         optimizer = spec[OptimizerState.key]
@@ -77,7 +77,7 @@ class StateOffload(Technique):
         return None
 
     def can_keep(self, value: str, case: Case) -> bool:
-        """Several processes have their state on the device."""
+        """Return False with several processes, which keep their state on the device."""
         return value == self.off or case.num_processes == 1
 
     def wrap_build(self, build: BuildOptimizer, spec: StepSpec, model: torch.nn.Module) -> BuildOptimizer:
@@ -96,18 +96,18 @@ class StateOffload(Technique):
         return build_offloaded
 
     def patches(self, recorder: TraceRecorder, accelerator: Accelerator) -> Iterator[Patch]:
-        """The optimizer is called for every slice."""
+        """Call the optimizer once per slice."""
         take = OffloadedState._take
 
         def take_recorded(self: OffloadedState, key: tuple[int, int]) -> Any:
             tensors = self._pieces[key].visitors.values()
-            recorder.note(UPDATE_CALL, [tensor[:0] for tensor in tensors])  # for the block that it belongs to
+            recorder.note(UPDATE_CALL, [tensor[:0] for tensor in tensors])  # for the block that the slice belongs to
             return take(self, key)
 
         yield OffloadedState, "_take", take_recorded
 
     def describe(self, value: str) -> str:
-        """Such as "optimizer state on host"."""
+        """Return a text such as "optimizer state on host"."""
         return f"optimizer state on {value}"
 
 

@@ -43,7 +43,7 @@ class OptimizerState(Technique):
     is_slower_with_each_value = True
 
     def values(self, case: Case) -> tuple[str, ...]:
-        """The recipe's optimizer, and its 8-bit form where `memory.allow` has "8bit"."""
+        """Return the recipe's optimizer, and its 8-bit version if `memory.allow` has "8bit"."""
         if case.recipe is None:
             return self._values_in_own_loop(case)
         name = default_optimizer(case.recipe, case.accelerator)
@@ -60,7 +60,7 @@ class OptimizerState(Technique):
         return (name, name + _8BIT) if is_allowed else (name,)
 
     def suggest(self, spec: StepSpec, case: Case) -> Iterator[Suggestion]:
-        """8-bit state, if the optimizer has an 8-bit version that is not allowed yet."""
+        """Suggest 8-bit state if the optimizer has an 8-bit version that is not allowed yet."""
         small = spec[self.key] + _8BIT
         if case.recipe is None:
             if not self.is_8bit(spec[self.key]) and case.optimizer and eight_bit_obstacle(case.optimizer) is None:
@@ -70,18 +70,18 @@ class OptimizerState(Technique):
 
     @staticmethod
     def is_8bit(value: str) -> bool:
-        """Whether the state has 8 bits."""
+        """Whether the state is in 8 bits."""
         return _8BIT in value
 
     def change_optimizer(
         self, optimizer: torch.optim.Optimizer, value: str, groups: list[dict[str, Any]]
     ) -> torch.optim.Optimizer:
-        """The 8-bit form of an optimizer of the user's."""
-        is_changed = value != type(optimizer).__name__  # it may have 8 bits already
+        """Return the 8-bit version of a user's optimizer."""
+        is_changed = value != type(optimizer).__name__  # it may already have 8-bit state
         return to_eight_bit(optimizer, groups) if is_changed and self.is_8bit(value) else optimizer
 
     def patches(self, recorder: TraceRecorder, accelerator: Accelerator) -> Iterator[Patch]:
-        """Kernels of bitsandbytes and Triton do not run without data; their state is allocated as they do it."""
+        """Replace kernels of bitsandbytes and Triton, which need data, by functions that allocate the same state."""
 
         def paged_or_not(self: Any, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
             if self.is_paged and parameter.numel() >= quantized.MIN_PAGED:
@@ -122,31 +122,31 @@ class OptimizerState(Technique):
         yield stochastic_rounding.RoundingNoise, "_generator_for", lambda *_: None
 
     def loads_kernels(self, value: str) -> bool:
-        """8-bit state is updated by bitsandbytes' kernels."""
+        """Return True for 8-bit state: bitsandbytes' kernels update it."""
         return self.is_8bit(value)
 
     def host_use(self, value: str, model: Any, weight_bytes: int) -> HostUse:
-        """Paged state may be moved to the host."""
+        """Account for paged state, which may be moved to the host."""
         dtype, num_weights = torch.bfloat16 if weight_bytes == 2 else torch.float32, 2**20
-        rounds = dtype is torch.bfloat16  # weights in bf16 train with stochastic rounding only
+        rounds = dtype is torch.bfloat16  # bf16 weights are trained only with stochastic rounding
         size = state_bytes(value, (num_weights,), dtype, rounds_stochastically=rounds, device="cpu").num_bytes
         return HostUse(pages_state=value.startswith(PAGED), state_ratio=size / num_weights / weight_bytes)
 
     def plain_loop(self, value: str) -> dict[str, Any] | None:
-        """Torch's own optimizers."""
+        """Return torch's own optimizers."""
         return {"optimizer": value} if value in ("adamw", "adam", "sgd", "adagrad") else None
 
     def describe(self, value: str) -> str:
-        """Its name."""
+        """Return its name."""
         return value
 
     def on_resume(self, old: Any, new: Any) -> OnResume:
-        """Another optimizer is another run."""
+        """Forbid a change: a run with another optimizer is a new run."""
         return "refused"
 
 
 def default_optimizer(recipe: Recipe, accelerator: Accelerator) -> str:
-    """The optimizer of a recipe; `auto` is adamw, and with 4-bit weights on a GPU one whose state can be paged."""
+    """The optimizer of a recipe; `auto` is adamw, or one with paged state for 4-bit weights on a GPU."""
     if recipe.train.optimizer != "auto":
         return recipe.train.optimizer
     return "paged-adamw8bit" if has_4bit_base(recipe) and accelerator.is_cuda else "adamw"

@@ -1,8 +1,8 @@
-"""Batches without padding: the rows of a micro-batch are one sequence of tokens, and attention stays within each row.
+"""Batches without padding: a micro-batch is one sequence of concatenated rows, and attention stays within each row.
 
 No operation computes padding, so micro-batches can be filled up to a number of tokens with rows of any length. The
-batches are made in `trimtab.data.packing`; `trimtab.model.padding_free` changes the attention of a model and what its
-head reads.
+batches are made in `trimtab.data.packing`; `trimtab.model.padding_free` changes the attention of a model and the input
+of its head.
 """
 
 from dataclasses import replace
@@ -18,7 +18,7 @@ from trimtab.techniques.base import Accelerator, Case, Phase, Site, Technique
 
 
 class Padding(Technique):
-    """Concatenate rows in place of padding them."""
+    """Concatenate rows instead of padding them."""
 
     key = "padding"
     setting = "memory.padding"
@@ -29,7 +29,7 @@ class Padding(Technique):
     study = ("padding", ("longest", "none"))
 
     def values(self, case: Case) -> tuple[str, ...]:
-        """`auto` is none where torch's flash kernel computes packed rows; a model that needs padding gets it."""
+        """Resolve `auto`: none if torch's flash kernel can compute packed rows; a model that needs padding gets it."""
         asked = self.asked(case.recipe)
         kernel = _kernel(case.accelerator, case.compute_dtype)
         if asked == "longest" or case.recipe is None or (asked == "auto" and kernel is not Kernel.FLASH):
@@ -48,11 +48,11 @@ class Padding(Technique):
         return find_problem(case.model, case.model_kind, _kernel(case.accelerator, case.compute_dtype))
 
     def can_keep(self, value: str, case: Case) -> bool:
-        """A kernel for packed rows may be missing here."""
+        """Return whether this machine has a kernel for packed rows."""
         return value == "longest" or self._problem(case) is None
 
     def change_model(self, model: torch.nn.Module, value: str, site: Site) -> None:
-        """Let the model take batches with and without padding."""
+        """Let the model accept batches with and without padding."""
         kernel = _kernel(site.accelerator, site.compute_dtype)
         assert kernel is not None, "values() offers it only where there is a kernel"
         enable(model, site.model_kind, kernel)
@@ -62,7 +62,7 @@ class Padding(Technique):
         return batching if value == "longest" else replace(batching, is_packed=True)
 
     def describe(self, value: str) -> str:
-        """Such as "no padding"."""
+        """Return a text such as "no padding"."""
         return "no padding" if value == "none" else f"padding {value}"
 
 

@@ -28,7 +28,7 @@ _KEY = "memory.gradient_checkpointing"
 _OWN_FORWARD = "_trimtab_plain_block"
 _CONFIGS = "_trimtab_configs_of_block"
 _KINDS = "none, all, ops, {every: 2}, {all_but_every: 4} or {layers: [0, 1, -1]}"
-# Parts of the blocks to recompute, by the number of blocks from which on they are tried; the fewest blocks come first.
+# Parts of the blocks to recompute, by the number of blocks from which they are tried; the fewest blocks come first.
 _PARTS: dict[int, tuple[dict[str, int], ...]] = {
     4: ({"every": 2},),
     8: ({"every": 4}, {"every": 2}, {"all_but_every": 4}),
@@ -42,14 +42,14 @@ class GradientCheckpointing(Technique):
     key = "gradient_checkpointing"
     setting = _KEY
     phase = Phase.RECOMPUTATION
-    changes_model_when_off = True  # a model whose config turns on transformers' own checkpointing
+    changes_model_when_off = True  # for a model whose config enables transformers' own checkpointing
     is_slower_with_each_value = True
     needs_prediction = True
     advice = "all"
     study = ("checkpointing", ("none", "ops", ("every second", {"every": 2}), "all"))
 
     def values(self, case: Case) -> tuple[str, ...]:
-        """None, a part of the blocks, or all of them; a model that already recomputes is not changed."""
+        """Return none, parts of the blocks, or all of them; a model that already recomputes is not changed."""
         asked = self.asked(case.recipe)
         if asked != "auto":
             return (as_text(asked),)
@@ -61,26 +61,26 @@ class GradientCheckpointing(Technique):
         return ("none", *map(as_text, parts), "all")
 
     def change_model(self, model: nn.Module, value: str, site: Site) -> None:
-        """Wrap the chosen blocks; in a trace the chosen ones among those that were kept."""
+        """Wrap the chosen blocks; in a trace, the chosen ones among the blocks that were kept."""
         if value == self.off and site.recipe is None:  # a user's own loop keeps its model's setting
             return
         checkpoint_layers(model, in_trace(read_value(value), site))
 
     def refuse(self, spec: StepSpec, case: Case) -> str | None:
-        """`ops` observes every operation, and a compiled block is one operation."""
+        """Refuse `ops` with compiled blocks: it observes every operation, and a compiled block is one operation."""
         compiled = spec["compile"]
         if keeps_products(spec[self.key]) and compiled != "off":
             return conflict(f"{_KEY}: ops", compiled, "which hides single operations")
         return None
 
     def block_mark(self, value: str, num_blocks: int, recipe: Recipe | None) -> Callable[[int], Any] | None:
-        """Recomputed blocks differ from others."""
+        """Distinguish recomputed blocks from others."""
         if value == "none" or not num_blocks:
             return None
         return set(chosen_blocks(read_value(value), num_blocks)).__contains__
 
     def shares(self, values: Sequence[str], case: Case) -> tuple[tuple[str, float], ...]:
-        """Known if all blocks are equally large and values choose evenly among them: not of an odd number of blocks."""
+        """Return shares if blocks have equal size and values choose evenly among them: not for an odd number."""
         blocks = [block for _, block in blocks_of(case.model)] if len(values) > 1 and case.model is not None else []
         sizes = {sum(parameter.numel() for parameter in block.parameters()) for block in blocks}
         if len(sizes) != 1 or len(blocks) % 2:
@@ -89,16 +89,16 @@ class GradientCheckpointing(Technique):
         return tuple((value, len(numbers) / len(blocks)) for value, numbers in chosen.items())
 
     def plain_loop(self, value: str) -> dict[str, Any] | None:
-        """Transformers' own switch recomputes all blocks or none."""
+        """Return the setting of transformers' own switch, which recomputes all blocks or none."""
         return {"recomputes": value == "all"} if value in ("none", "all") else None
 
     def describe(self, value: str) -> str:
-        """Such as "recompute every 2nd"."""
+        """Return a text such as "recompute every 2nd"."""
         return f"recompute {describe_blocks(value)}"
 
 
 def describe_blocks(value: str) -> str:
-    """A choice of blocks in words, such as "every 2nd"."""
+    """Describe a choice of blocks, such as "every 2nd"."""
     words = re.sub(r"every: (\d+)", lambda found: f"every {_ordinal(int(found[1]))}", value.strip("{}"))
     return words.replace("_", " ")
 
@@ -114,17 +114,17 @@ def keeps_products(value: str) -> bool:
 
 
 def checkpoint_layers(model: nn.Module, which: str | Mapping[str, Any]) -> int:
-    """Choose the blocks of `model` that are recomputed in backward; an earlier choice is replaced.
+    """Choose the blocks of `model` to recompute in backward; this replaces an earlier choice.
 
     A block is recomputed only in training mode with gradients enabled. A block without trainable parameters and without
     inputs that require gradients stores nothing anyway and is not recomputed.
 
     Args:
         model: The model; its parameters, their names and its outputs do not change.
-        which: "none"; "all"; "ops" (every block, but matrix products and attention are kept); {"every": k} (blocks
-            0, k, 2k …: the last one is left out where it can be, so that its memory is free before any other is
-            recomputed); {"all_but_every": k} (all blocks but k - 1, 2k - 1 …); {"layers": [...]}, counted from 0, from
-            the end where negative, encoder before decoder.
+        which: "none"; "all"; "ops" (every block, but results of matrix products and attention are kept); {"every": k}
+            (blocks 0, k, 2k …: the last one is left out if possible, so that its memory is free before any other is
+            recomputed); {"all_but_every": k} (all blocks except k - 1, 2k - 1 …); {"layers": [...]}, counted from 0,
+            negative numbers from the end, encoder before decoder.
 
     Returns:
         The number of blocks that are recomputed.
@@ -225,15 +225,15 @@ def _recomputed(
             return own(*values[:num_args], **dict(zip(names, values[num_args:], strict=True)))
 
     values = (*args, *kwargs.values())
-    # torch looks for devices and keeps tensors among positional arguments only
+    # torch looks for devices, and keeps tensors, only among positional arguments
     devices = list({value.device for value in values if isinstance(value, torch.Tensor)})
     return checkpoint(run, *values, use_reentrant=False, preserve_rng_state=False, context_fn=lambda: contexts(devices))
 
 
 class _AttentionOf:
-    """The attention implementation of a block in its forward, which its recomputation has to find again.
+    """The attention implementation of a block during its forward, which its recomputation must use again.
 
-    Models switch it for the time of a forward, and the graphs of compiled blocks are valid for one implementation only.
+    Models switch it during a forward, and the graphs of compiled blocks are valid for one implementation only.
     """
 
     def __init__(self, block: nn.Module) -> None:
@@ -260,7 +260,7 @@ def _has_attention(module: nn.Module) -> bool:
 
 def _anything_trains(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     values = (*args, *kwargs.values())
-    # also a prefix of keys and values, which comes as a cache: see `trimtab.model.prefix_tuning`
+    # also for a prefix of keys and values, which is passed as a cache: see `trimtab.model.prefix_tuning`
     return any(getattr(value, "requires_grad", False) for value in values) or any(
         parameter.requires_grad for parameter in block.parameters()
     )
@@ -269,7 +269,7 @@ def _anything_trains(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
 def _without_cache(
     block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Remove empty caches from the arguments: a recomputed block would write to them a second time."""
+    """Remove empty caches from the arguments: a recomputed block would write to them twice."""
     caches = [value for value in (*args, *kwargs.values()) if _is_cache(value)]
     if not caches:
         return args, kwargs
@@ -288,7 +288,7 @@ def _without_cache(
 def _has_entries(cache: Any, layer: Any) -> bool:
     try:
         return bool(cache.get_seq_length(layer))
-    except ValueError:  # a layer of linear attention has a state of fixed size
+    except ValueError:  # a layer with linear attention has a state of fixed size
         return bool(cache.has_previous_state(layer))
 
 

@@ -1,9 +1,9 @@
 """Tiles along the sequence: MLPs are computed for a few thousand tokens at a time.
 
 The intermediate tensors of an MLP are several times as wide as its input. In tiles they exist for one tile at a time,
-in forward and, recomputed, in backward. So the memory inside a block no longer grows with its widest layer, which long
-rows need. Equal to the untiled step up to the rounding of sums of weight gradients; dropout inside an MLP draws other
-masks.
+in forward and, recomputed, in backward. So the memory inside a block no longer grows with its widest layer, which makes
+long rows possible. Results equal those of the untiled step up to the rounding of sums of weight gradients; dropout
+inside an MLP draws other masks.
 """
 
 from collections.abc import Iterator
@@ -23,11 +23,11 @@ _KEY = "memory.tile_tokens"
 _TILES = ("4096", "1024")
 
 
-_MOST_COPIES = 16  # of the operations of a tile in a trace
+_MOST_COPIES = 16  # the number of operations of a tile in a trace
 
 
 def _repeated(ops: list[Any], count: int) -> list[Any]:
-    """The operations of `count` tiles; if these are many, a few operations that do as much work."""
+    """The operations of `count` tiles; for many tiles, a few operations that represent the same amount of work."""
     if count <= _MOST_COPIES:
         return ops * count
     share = count / _MOST_COPIES
@@ -45,7 +45,7 @@ class SequenceTiles(Technique):
     last_resorts = None
 
     def values(self, case: Case) -> tuple[str, ...]:
-        """Possible for models whose blocks have a module that works on each token alone."""
+        """Offer it for models whose blocks have a module that computes each token separately."""
         asked = str(self.asked(case.recipe))
         if asked == self.off or case.model is None or (asked == "auto" and case.recipe is None):
             return (self.off if asked == "auto" else asked,)
@@ -61,7 +61,7 @@ class SequenceTiles(Technique):
         return (asked,)
 
     def refuse(self, spec: StepSpec, case: Case) -> str | None:
-        """A compiled block has no tiles; `ops` would keep the products that tiles avoid."""
+        """Refuse compiled blocks, which have no tiles, and `ops`, which would keep the products that tiles avoid."""
         if spec[self.key] == self.off:
             return None
         compiled, recomputed = spec[Compilation.key], spec[GradientCheckpointing.key]
@@ -91,5 +91,5 @@ class SequenceTiles(Technique):
         yield token_tiles, "_tiles", few_tiles
 
     def describe(self, value: str) -> str:
-        """Such as "tiles of 4,096 tokens"."""
+        """Return a text such as "tiles of 4,096 tokens"."""
         return f"tiles of {int(value):,} tokens"

@@ -1,9 +1,9 @@
-"""Streamed weights: blocks live in pinned host memory, and visit the device one ahead of the computation.
+"""Streamed weights: blocks are kept in pinned host memory and copied to the device one block ahead of the computation.
 
-The device then has the weights of two blocks at a time, whatever the depth of the model. In forward and in backward the
-weights of the next block are copied while one computes. A frozen base with an adapter is only read. Trainable weights
-are updated in backward, with their optimizer state, which visits the device with them, or on the host. Results are
-those of the plain step to the bit.
+The device holds the weights of two blocks at a time, whatever the depth of the model. In forward and in backward, the
+weights of the next block are copied while the current one computes. A frozen base with an adapter is only read.
+Trainable weights are updated in backward, with optimizer state that is copied to the device with them, or on the host.
+Results are bit-identical to those of the plain step.
 """
 
 from collections import Counter
@@ -45,7 +45,7 @@ from trimtab.techniques.recomputation import (
 )
 from trimtab.techniques.weight_update import WeightUpdate
 
-_FEWEST_BLOCKS = 3  # two are on the device at a time
+_FEWEST_BLOCKS = 3  # two blocks are on the device at a time
 
 
 class StreamedWeights(Technique):
@@ -60,7 +60,7 @@ class StreamedWeights(Technique):
     reaches_far = True
 
     def values(self, case: Case) -> tuple[str, ...]:
-        """Possible for models with repeated blocks in one process; `auto` considers it on an NVIDIA GPU."""
+        """Offer it for models with repeated blocks in one process; `auto` considers it on an NVIDIA GPU."""
         asked = self.asked(case.recipe)
         num_blocks = len(blocks_of(case.model)) if case.model is not None else _FEWEST_BLOCKS
         if asked != "auto":
@@ -75,7 +75,7 @@ class StreamedWeights(Technique):
         return ("none", "all") if is_possible and num_blocks >= _FEWEST_BLOCKS else ("none",)
 
     def refuse(self, spec: StepSpec, case: Case) -> str | None:
-        """Trainable weights are updated where they are; nothing may hold addresses of weights, or watch copies."""
+        """Refuse techniques that update the weights elsewhere, that hold addresses of weights, or that watch copies."""
         if spec[self.key] == self.off:
             return None
         if case.num_processes > 1:
@@ -97,15 +97,15 @@ class StreamedWeights(Technique):
         return f"{KEY}: {shared} is used by several blocks, or outside of its block" if shared else None
 
     def can_keep(self, value: str, case: Case) -> bool:
-        """Several processes have their weights on the device."""
+        """Return False with several processes, which keep their weights on the device."""
         return value == self.off or case.num_processes == 1
 
     def loads_on_host(self, recipe: Recipe, *, is_too_large: bool) -> bool:
-        """Weights that will be streamed need not fit on the device; `auto` streams those that do not."""
+        """Return True for streamed weights, which need not fit on the device; `auto` streams those that do not."""
         return is_too_large if self.is_open(recipe) else self.asked(recipe) != self.off
 
     def change_model(self, model: torch.nn.Module, value: str, site: Site) -> None:
-        """Move weights to host memory, before the others move to the device."""
+        """Move weights to host memory, before the other weights move to the device."""
         blocks = [block for _, block in blocks_of(model)]
         chosen = [blocks[number] for number in chosen_blocks(in_trace(read_value(value), site), len(blocks), KEY)]
         trains = site.recipe is None or site.recipe.adapter == AdapterTechnique.off
@@ -117,10 +117,10 @@ class StreamedWeights(Technique):
             _check_host_memory(units)
         stream_blocks(model, chosen, units, site.device)
         if site.device.type == "cuda":
-            release_cached_memory(site.device)  # what was loaded there
+            release_cached_memory(site.device)  # the weights that were loaded on the device
 
     def wrap_build(self, build: BuildOptimizer, spec: StepSpec, model: torch.nn.Module) -> BuildOptimizer:
-        """Let the state of weights that are updated in backward visit the device with them."""
+        """Copy the state of weights that are updated in backward to the device together with the weights."""
         streamed = streamed_blocks_of(model)
         if streamed is None or not WeightUpdate.is_in_backward(spec[WeightUpdate.key]):
             return build
@@ -134,20 +134,20 @@ class StreamedWeights(Technique):
         return build_streamed
 
     def patches(self, recorder: TraceRecorder, accelerator: Accelerator) -> Iterator[Patch]:
-        """The buffers are memory of the device; copies are those of `trimtab.model.host_pages.HostLink`."""
+        """Count the buffers as device memory, and the copies of `trimtab.model.host_pages.HostLink` as transfers."""
 
         def empty_buffer(num_bytes: int, device: torch.device, part: str) -> torch.Tensor:
             num_ops = len(recorder.ops)
             with recorder.born_as(part):
                 made = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-            del recorder.ops[num_ops:]  # to allocate takes no time on the device
+            del recorder.ops[num_ops:]  # allocating takes no time on the device
             recorder.adopt([made], part)  # if nothing is recorded yet
             return made
 
         yield device_visits, "empty_buffer", empty_buffer
 
     def block_mark(self, value: str, num_blocks: int, recipe: Recipe | None) -> Callable[[int], Any] | None:
-        """Streamed blocks differ from others, and the first two and the last three from those between them."""
+        """Distinguish streamed blocks from others, and the first two and last three from those in between."""
         if value == self.off or not num_blocks:
             return None
         chosen = chosen_blocks(read_value(value), num_blocks, KEY)
@@ -155,12 +155,12 @@ class StreamedWeights(Technique):
         return marks.get
 
     def describe(self, value: str) -> str:
-        """Such as "weights of every 2nd block streamed"."""
+        """Return a text such as "weights of every 2nd block streamed"."""
         return "streamed weights" if value == "all" else f"streamed weights of {describe_blocks(value)}"
 
 
 def _shared_weight(model: torch.nn.Module, value: str) -> str | None:
-    """The name of a weight of a streamed block that is used elsewhere as well."""
+    """The name of a weight of a streamed block that is also used elsewhere."""
     blocks = [block for _, block in blocks_of(model)]
     chosen = [blocks[number] for number in chosen_blocks(read_value(value), len(blocks), KEY)]
     uses = Counter(id(p) for module in model.modules() for p in module._parameters.values())
@@ -173,7 +173,7 @@ def _shared_weight(model: torch.nn.Module, value: str) -> str | None:
 
 
 def _check_host_memory(units: list[list[torch.Tensor]]) -> None:
-    """Weights on the device need as much host memory again; those on the host one block at a time."""
+    """Check host memory: weights on the device need a full copy there, weights on the host one block at a time."""
     sizes = [sum(tensor.nbytes for tensor in unit) for unit in units]
     on_device = sum(tensor.nbytes for unit in units for tensor in unit if tensor.device.type != "cpu")
     require_host_memory(

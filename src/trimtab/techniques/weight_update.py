@@ -1,15 +1,15 @@
-"""Where and when weights are updated: on the device, each one inside backward, streamed, or on the host.
+"""Where and when weights are updated: on the device, inside backward, streamed through the device, or on the host.
 
-In backward every gradient is used and freed as soon as it is complete, so the gradients of a model never exist at the
+In backward: every gradient is used and freed as soon as it is complete, so the gradients of a model never exist at the
 same time. Weights then change before all gradients are known: nothing can be clipped, scaled, skipped or accumulated.
 
-Streamed, gradients leave the device as they are made, and wait on the host, where the optimizer's state is. When all
-are known, slices of both visit the device, which updates its weights.
+Streamed: gradients are copied to the host as soon as they are computed, and stay there with the optimizer's state. When
+all gradients are known, slices of gradients and state are copied to the device, which updates its weights.
 
-On the host are the gradients, which leave the device as they are made, the optimizer's state, and fp32 weights. Weights
-change after all gradients are known, so nothing is lost but time. In mixed precision linear layers, except the output
-layer, keep their weights on the device in half precision only, which is what they compute with: the numbers are the
-same.
+On the host: gradients, which are copied from the device as soon as they are computed, optimizer state and fp32 weights
+are in host memory. Weights change after all gradients are known, so it costs only time. In mixed precision, linear
+layers except the output layer keep their weights on the device in half precision only, the dtype that they compute in:
+the numbers are the same.
 """
 
 from collections.abc import Iterator, Sequence
@@ -58,9 +58,9 @@ class WeightUpdate(Technique):
     reaches_far = True
 
     def values(self, case: Case) -> tuple[str, ...]:
-        """The recipe's value; `auto` may update in backward if nothing has to be known of all gradients before.
+        """Return the recipe's value; `auto` may update in backward if no step needs all gradients before an update.
 
-        It streams, or updates on the host, only if all weights of a model train on a GPU and nothing else fits.
+        It streams, or updates on the host, only if all weights of a model are trained on a GPU and nothing else fits.
         """
         asked = str(self.asked(case.recipe))
         if asked != "auto":
@@ -77,7 +77,7 @@ class WeightUpdate(Technique):
         return tuple(found)
 
     def refuse(self, spec: StepSpec, case: Case) -> str | None:
-        """Several processes and CUDA graphs need gradients on the device; in backward one has to be the final one."""
+        """Refuse several processes, CUDA graphs, and in backward fp16 and several micro-batches."""
         value = spec[self.key]
         if value == self.off:
             return None
@@ -103,7 +103,7 @@ class WeightUpdate(Technique):
 
     @staticmethod
     def is_streamed(value: str) -> bool:
-        """Whether gradients and state visit the device slice by slice."""
+        """Whether gradients and state are copied to the device slice by slice."""
         return value == _STREAMED
 
     @staticmethod
@@ -112,23 +112,23 @@ class WeightUpdate(Technique):
         return value in (_STREAMED, _HOST)
 
     def can_keep(self, value: str, case: Case) -> bool:
-        """Several processes update on the device."""
+        """Return False with several processes, which update on the device."""
         return value == self.off or case.num_processes == 1
 
     def change_model(self, model: torch.nn.Module, value: str, site: Site) -> None:
-        """Round the weights of linear layers before they move to the device; the host keeps the exact ones.
+        """Round the weights of linear layers before they move to the device; the host keeps the exact values.
 
-        An adapter of any kind is not changed: it is small, and its export writes what is on the device.
+        Adapters are not changed: they are small, and their export writes the values on the device.
         """
         if value == _HOST and site.compute_dtype is not None and adapter_of(model) is None:
-            # of the output layer a chunked loss computes fp32 gradients
+            # a chunked loss computes fp32 gradients of the output layer
             bare: Any = model
             head = bare.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
             weights = [parameter for module, _, parameter in linear_parameters(model) if module is not head]
             round_weights(weights, site.compute_dtype)
 
     def wrap_build(self, build: BuildOptimizer, spec: StepSpec, model: torch.nn.Module) -> BuildOptimizer:
-        """Add the hooks that update in backward, or build an optimizer of tensors on the host."""
+        """Add the hooks that update in backward, or build an optimizer for tensors on the host."""
 
         def build_in_backward(groups: list[dict[str, Any]], device: torch.device) -> torch.optim.Optimizer:
             optimizer = build(groups, device)
@@ -147,12 +147,12 @@ class WeightUpdate(Technique):
         return builds.get(spec[self.key], build)
 
     def state(self, model: torch.nn.Module, value: str) -> Any:
-        """The norm of the last gradients, by which the next ones may be clipped."""
+        """Return the norm of the last gradients, which the next ones may be clipped by."""
         updates = in_backward.updates_of(model)
         return updates if isinstance(updates, InBackward) else None
 
     def patches(self, recorder: TraceRecorder, accelerator: Accelerator) -> Iterator[Patch]:
-        """Tell the recorder what is a gradient before it is freed, when the optimizer runs, and what is on the host."""
+        """Tell the recorder which tensors are gradients, when the optimizer runs, and what is on the host."""
         update, take, watch = InBackward._update, host_update.HostGradients._take, host_update.HostGradients.watch
         settle = host_update.HostGradients.settle
 
@@ -163,7 +163,8 @@ class WeightUpdate(Technique):
                 update(self, parameter, group, number)
 
         def take_recorded(self: host_update.HostGradients, parameter: torch.Tensor, index: int) -> None:
-            if self.holders[index].grad is None:  # those of further micro-batches are added, and temporary
+            # the gradients of further micro-batches are temporary: they are added to the first ones
+            if self.holders[index].grad is None:
                 recorder.adopt_gradients([parameter])
             take(self, parameter, index)
 
@@ -189,12 +190,12 @@ class WeightUpdate(Technique):
         yield host_update, "check_host_memory", lambda _: None
 
     def host_use(self, value: str, model: Any, weight_bytes: int) -> HostUse:
-        """Weights, gradients and state may be on the host."""
+        """Account for weights, gradients and state on the host."""
         gradients = sum(p.numel() for p in model.parameters()) * weight_bytes if value == _STREAMED else 0
         return HostUse(kept_bytes=gradients, updates_on_host=value == _HOST)
 
     def describe(self, value: str) -> str:
-        """Such as "updates in backward"."""
+        """Return a text such as "updates in backward"."""
         names = {_IN_BACKWARD: "updates in backward", _STREAMED: "streamed updates"}
         return names.get(value, f"updates on the {value}")
 
@@ -214,5 +215,5 @@ def _needed_bytes(groups: list[dict[str, Any]], spec: StepSpec) -> int:
 
 
 def _is_elementwise(optimizer: str) -> bool:
-    """Whether the state of an optimizer can visit the device in slices."""
+    """Whether the state of an optimizer can be copied to the device in slices."""
     return optimizer != "adafactor" and not optimizer.startswith(PAGED)

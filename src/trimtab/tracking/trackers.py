@@ -1,4 +1,4 @@
-"""The tracker protocol, and the trackers that `Engine(log_with=…)` takes by name: the journal and MLflow."""
+"""The tracker protocol, and the trackers that `Engine(log_with=…)` accepts by name: the journal and MLflow."""
 
 import enum
 from pathlib import Path
@@ -10,7 +10,7 @@ from trimtab.tracking.mlflow.tracker import MlflowTracker
 
 
 class Tracker(Protocol):
-    """Receives the metrics of a run; any object with these methods will do.
+    """Receives the metrics of a run; any object with these methods can be used.
 
     Pass it as `Engine(log_with=[…])`. On the main process, `init_trackers` calls `start`, `Engine.log` calls `log` and
     `end_training` calls `finish`. Values are numbers, texts or one-element tensors. Exceptions reach the training loop.
@@ -56,7 +56,7 @@ def set_up(trackers: list[Tracker], settings: dict[str, Any] | None) -> None:
     """Pass the settings of `init_kwargs` to the trackers that they name.
 
     Raises:
-        RecipeError: There are settings that no tracker takes.
+        RecipeError: There are settings that no tracker accepts.
     """
     takers = {tracker.name: tracker for tracker in trackers if hasattr(tracker, "set_up")}
     given = {name: values for name, values in (settings or {}).items() if values}

@@ -1,4 +1,4 @@
-"""Callbacks: objects of the user with any of four methods, each called at an event of a run.
+"""Callbacks: user objects with one or more of four methods, each called at an event of a run.
 
 - `on_step(state)` after every optimizer step; `state` is the trainer's `RunState`
 - `on_eval(state, metrics)` after every evaluation
@@ -19,7 +19,7 @@ def check_callbacks(callbacks: Sequence[object]) -> None:
     """Refuse callbacks that would never be called: classes, bare functions, misspelt methods.
 
     Raises:
-        RecipeError: With the method that was probably meant.
+        RecipeError: A callback would never be called. The message suggests the method that was probably meant.
     """
     for number, callback in enumerate(callbacks):
         name = getattr(callback, "__name__", None) or f"a {type(callback).__name__}"

@@ -20,12 +20,12 @@ _SLOW_DISK = 200e6  # bytes per second
 
 
 class Checkpoints:
-    """Saves the training state and finds the newest one.
+    """Save the training state, and find the newest checkpoint.
 
     Args:
         engine: Holds the state.
         shelf: The folder of the checkpoints; only the main process writes to it.
-        mirror: A second place for everything that is kept, or None.
+        mirror: A second location for everything that is kept, or None.
         on_saved: Called after each save, on the thread that wrote it.
         facts: Returns what else to store with each checkpoint: the settings and facts of the run.
     """
@@ -63,9 +63,9 @@ class Checkpoints:
             step: Optimizer steps done.
             metrics: Metrics of the last evaluation.
             best_step: The step of the best model, whose checkpoint is never removed.
-            wait: Return only when it is on the disk.
-            problem: Why the best model is not on the disk. Then the state is not saved either: a run resumed from it
-                would never write that model.
+            wait: Whether to return only after the checkpoint is on the disk.
+            problem: Why the best model is not on the disk. If given, the state is not saved either: a run resumed from
+                it would never write that model.
         """
         state = self._engine.capture_state()
         if state is None:
@@ -96,7 +96,7 @@ class Checkpoints:
             self._mirror.sync_in_background()
 
     def newest(self) -> Checkpoint | None:
-        """Return the newest valid checkpoint, also of an earlier session; None if there is none.
+        """Return the newest valid checkpoint, including those of earlier sessions; None if there is none.
 
         Waits for a save in progress. All processes call it, and get the same result.
         """
@@ -108,12 +108,12 @@ class Checkpoints:
 
     @property
     def seconds_needed(self) -> float:
-        """How long before a deadline a save should begin; before the first save, estimated for a slow disk."""
+        """How long before a deadline a save should start; before the first save, estimated for a slow disk."""
         measured = self._writer.last_seconds
         return 2.0 * (self._num_bytes / _SLOW_DISK if measured is None else measured)
 
     def warn_if_disk_is_small(self, num_bytes: int) -> None:
-        """Warn before the run if the disk has no room for checkpoints of `num_bytes` each."""
+        """Warn before the run if the disk has no space for checkpoints of `num_bytes` each."""
         self._num_bytes = num_bytes
         if self._engine.is_main_process:
             shortage = self.shelf.disk_shortage(num_bytes)
@@ -128,13 +128,13 @@ class Checkpoints:
         """
         failure = self._writer.close()
         if self._mirror is not None and self._engine.is_main_process:
-            self._mirror.sync_in_background()  # for what was written since the last checkpoint, such as the best model
+            self._mirror.sync_in_background()  # for files written since the last checkpoint, such as the best model
             self._mirror.wait(_MIRROR_WAIT_S)
         return failure
 
 
 class NoCheckpoints:
-    """Saves nothing: the run cannot be resumed."""
+    """Save nothing: the run cannot be resumed."""
 
     saves = False
     seconds_needed = 0.0
@@ -163,7 +163,7 @@ class NoCheckpoints:
 
 
 def _numerics(engine: Engine) -> dict[str, Any]:
-    """Return what decides the last bits of a sum."""
+    """Return the settings that determine the last bits of a sum."""
     return {
         "num_processes": engine.num_processes,
         "num_threads": torch.get_num_threads(),
@@ -174,7 +174,7 @@ def _numerics(engine: Engine) -> dict[str, Any]:
 
 
 def numeric_differences(facts: dict[str, Any], engine: Engine) -> list[str]:
-    """Describe how this machine differs from that of a checkpoint, which changes the last bits of a resumed run."""
+    """Describe how this machine differs from a checkpoint's; differences change the last bits of a resumed run."""
     words = {"num_threads": "threads", "cpu": "CPU capability", "num_processes": "processes"}
     return [
         f"{words.get(name, name)} {facts[name]} then, {value} now"

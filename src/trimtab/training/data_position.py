@@ -11,28 +11,28 @@ from trimtab.randomness import preserve_host_random_state
 
 
 class DataPosition:
-    """Maps optimizer steps to batches of the training data."""
+    """Map optimizer steps to batches of the training data."""
 
     def __init__(self, batches: Any, steps_per_epoch: int) -> None:
         self._batches = batches
         self._steps_per_epoch = steps_per_epoch
         self._is_retry = False  # the epoch is iterated again from its middle, in smaller micro-batches
-        self.num_passed_over = 0  # batches that a rewind left out
+        self.num_passed_over = 0  # batches that a rewind skipped
 
     def data_fingerprint(self) -> Any:
-        """Return what a resumed run compares to see that its rows are the same."""
+        """Return a fingerprint by which a resumed run checks that its rows are the same."""
         return self._batches.dataset.content_digest()
 
     def locate(self, step: int) -> tuple[int, int]:
-        """Return the epoch in which the batch after `step` lies, and how many batches of that epoch precede it."""
+        """Return the epoch of the batch after `step`, and how many batches of that epoch precede it."""
         return divmod(step + self.num_passed_over, self._steps_per_epoch)
 
     def seek(self, step: int, *, is_retry: bool = False) -> None:
-        """Let the loader continue with the batch after `step`.
+        """Make the loader continue with the batch after `step`.
 
         Args:
             step: Optimizer steps done.
-            is_retry: A step was rolled back: its random numbers are drawn again, so the loader must draw none.
+            is_retry: Whether a step was rolled back: its random numbers are drawn again, so the loader must draw none.
         """
         self._is_retry = is_retry or self._is_retry
         epoch, num_done = self.locate(step)
@@ -41,9 +41,9 @@ class DataPosition:
         self._batches.go_to(epoch, sum(sampler.window_sizes()[:num_done]))
 
     def windows(self, step: int) -> Iterator[tuple[int, Iterator[dict[str, torch.Tensor]]]]:
-        """Yield, for each batch left in the epoch, its number of micro-batches and these, loaded when consumed."""
+        """Yield, for each batch left in the epoch, its number of micro-batches and an iterator that loads them."""
         with preserve_host_random_state() if self._is_retry else nullcontext():
-            micro_batches = iter(self._batches)  # first: it sets the epoch of the sampler, which decides the sizes
+            micro_batches = iter(self._batches)  # first: it sets the epoch of the sampler, which determines the sizes
         self._is_retry = False
         for size in self._batches.batch_sampler.window_sizes()[self.locate(step)[1] :]:
             yield size, islice(micro_batches, size)

@@ -1,6 +1,6 @@
 """Evaluation on held-out rows. Only sums stay on the device, never logits, so memory does not grow with the rows.
 
-If memory runs out, batches are split into halves from then on; no row is counted twice.
+If memory runs out, batches are split in half from then on; no row is counted twice.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -31,9 +31,9 @@ class Evaluator:
         loader: The prepared loader of held-out rows.
         loss: Computes the loss of a batch.
         make_metrics: Returns new streaming metrics for one pass.
-        own_metrics: The user's functions of (logits, batch) that return one value per row; the mean is reported under
-            their name. They need a loss that computes logits.
-        make_outcomes: Returns what collects the outcome of each row in one pass; by default nothing is collected.
+        own_metrics: The user's functions of (logits, batch) that return one value per row; their mean is reported under
+            the function's name. They need a loss that computes logits.
+        make_outcomes: Returns the collector of each row's outcome for one pass; by default nothing is collected.
 
     Attributes:
         outcomes: The table of `RowOutcomes.finish` of the last pass.
@@ -80,7 +80,7 @@ class Evaluator:
 
     @torch.no_grad()
     def try_batch(self, model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> None:
-        """Evaluate one batch and discard the result, to find out whether memory suffices."""
+        """Evaluate one batch and discard the result, to find out whether memory is sufficient."""
         with self._evaluating(model) as inner:
             sums = self._new_sums()
             for piece in self._pieces(batch):
@@ -88,11 +88,11 @@ class Evaluator:
 
     @contextmanager
     def _evaluating(self, model: torch.nn.Module) -> Iterator[torch.nn.Module]:
-        model = self._engine.unwrap_model(model)  # processes exchange only the sums
+        model = self._engine.unwrap_model(model)  # processes exchange only sums
         was_training = model.training
         model.eval()
         try:
-            # a loader draws a random number when its iteration begins, which must not change the dropout of later steps
+            # a loader draws a random number when an iteration starts, which must not change the dropout of later steps
             with preserve_host_random_state():
                 yield model
         finally:
@@ -102,7 +102,7 @@ class Evaluator:
         return _Sums(self._make_metrics(), self._own, self._make_outcomes())
 
     def _pass(self, model: torch.nn.Module, on_batch: Callable[[int], None]) -> "_Sums | None":
-        """Return the sums over all batches; None if memory ran out while a batch was added: they are then invalid."""
+        """Return the sums over all batches; None if memory ran out while adding a batch, which makes them invalid."""
         sums = self._new_sums()
         for num_done, batch in enumerate(self.loader, 1):
             if self._engine.has_no_rows:
@@ -134,7 +134,7 @@ class Evaluator:
         """Limit the micro-batch size to half of `num_rows`, which ran out of memory.
 
         Raises:
-            DoesNotFit: It was one row, or a batch that cannot be split.
+            DoesNotFit: The batch had one row, or cannot be split.
         """
         release_cached_memory(self._engine.device)
         if num_rows == 1 or (self.num_rows is not None and num_rows > self.num_rows):
@@ -153,7 +153,7 @@ class _Sums:
         self.metrics, self.rows = metrics, rows
         self.own: dict[str, list[torch.Tensor]] = {name: [] for name in functions}
         self._functions = functions
-        self.num_added = 0  # batches, including one that was added in part
+        self.num_added = 0  # batches, including a partially added one
 
     def add(self, step: StepLoss, batch: dict[str, torch.Tensor]) -> None:
         """Add a batch."""

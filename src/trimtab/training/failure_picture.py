@@ -1,4 +1,4 @@
-"""A picture of memory at the moment it ran out: the interface that the memory guard uses; a layer above draws it."""
+"""A picture of memory at the time it ran out: the interface that the memory guard uses; a higher layer draws it."""
 
 from typing import Any, Protocol
 
@@ -6,10 +6,10 @@ import torch
 
 
 class FailurePicture(Protocol):
-    """Draws the memory of a step that ran out of it."""
+    """Draw the memory of a step that ran out of memory."""
 
     def capture(self, model: torch.nn.Module, optimizer: Any) -> None:
-        """Note what is in memory now, while the failed step still holds its tensors."""
+        """Record what is in memory now, while the failed step still holds its tensors."""
 
     def write(self, title: str, micro_batch: int) -> str:
         """Write the picture after the step was undone.
@@ -24,10 +24,10 @@ class FailurePicture(Protocol):
 
 
 class NoPicture:
-    """Draws nothing."""
+    """Draw nothing."""
 
     def capture(self, model: torch.nn.Module, optimizer: Any) -> None:
-        """Note nothing."""
+        """Record nothing."""
 
     def write(self, title: str, micro_batch: int) -> str:
         """Write nothing."""

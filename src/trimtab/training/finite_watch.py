@@ -1,4 +1,4 @@
-"""Detects losses and gradients that are not finite without a host-device sync per step, and explains them."""
+"""Detect losses and gradients that are not finite without a host-device sync per step, and explain them."""
 
 from collections import deque
 
@@ -8,7 +8,7 @@ from trimtab.training.step import StepResult
 
 
 class FiniteWatch:
-    """Checks the loss and gradient norm of each step; on CUDA one step late, so the host never waits for the device.
+    """Check the loss and gradient norm of each step; on CUDA one step late, so the host never waits for the device.
 
     Args:
         device: Where the steps are computed.
@@ -54,7 +54,7 @@ class FiniteWatch:
 
 
 def explain_nonfinite(step: int, rows: str, has_fp16: bool, good: str) -> str:
-    """Explain to the user why a loss may not be finite; `rows` is a file, `good` describes the last checkpoint."""
+    """Explain to the user why a loss may not be finite; `rows` is a file, `good` describes the last good checkpoint."""
     precision = "train.precision: bf16 or fp32" if has_fp16 else "train.max_grad_norm: 1.0, or fewer large values"
     return (
         f"the loss or the gradients of step {step} are not finite. The rows of that step are in {rows}\n"

@@ -7,13 +7,13 @@ from trimtab.units import Every
 
 
 class Interval:
-    """Tells after each step whether an interval has passed.
+    """Decide after each step whether an interval has passed.
 
-    The caller passes training time, which excludes evaluations and saves: otherwise a long one would end its own
+    The caller passes training time, which excludes evaluations and saves: otherwise a long evaluation would end its own
     interval immediately.
 
     Args:
-        every: The length; None never passes.
+        every: The length; None means that the interval never passes.
         steps_per_epoch: Optimizer steps of an epoch.
     """
 
@@ -27,7 +27,7 @@ class Interval:
     def has_passed(self, step: int, train_seconds: float) -> bool:
         """Whether the interval has passed since `restart`."""
         if self._steps is not None:
-            # the first step at or after each multiple, which need not be whole: half an epoch of 5 steps
+            # the first step at or after each multiple, which need not be a whole number: half an epoch of 5 steps
             done, before = (math.floor(count / self._steps + 1e-9) for count in (step, self._last_step))
             return done > before
         return self._seconds is not None and train_seconds - self._last_s >= self._seconds

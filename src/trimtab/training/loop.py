@@ -1,4 +1,4 @@
-"""The training loop. Training methods differ by the parts that are put into it, never by the loop."""
+"""The training loop. Training methods differ only in the parts passed to it; the loop is the same."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,7 +27,7 @@ from trimtab.training.trainer_parts import LoopSettings, ModelSelection, RunOutp
 
 
 class Trainer:
-    """Trains a model, evaluates it, and saves it."""
+    """Train a model, evaluate it, and save it."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class Trainer:
         self._saving = Interval(settings.save_every, settings.steps_per_epoch)
         self._signals = StopSignals(saves=outputs.checkpoints.saves)
         self._watch = FiniteWatch(engine.device, norm_counts=not engine.scaler.is_scaling)
-        self._is_stepping = False  # the optimizer is changing the weights: there is no state to resume from
+        self._is_stepping = False  # the optimizer is changing the weights: no state can be resumed
         stateful = {
             "meter": self._meter,
             "evaluation": self._evaluation,
@@ -76,7 +76,7 @@ class Trainer:
         self._model.train()
         self._unfreeze()
         self._memory_guard.rehearse(self._progress.note)
-        reset_peak_memory(self._engine.device)  # what is captured in the warm-up allocates nothing later
+        reset_peak_memory(self._engine.device)  # everything captured in the warm-up allocates nothing later
         with self._engine.busy("preparing the first step"):
             self.parts.warm_up(lambda: self._memory_guard.find_trials(self._compute_gradients))
         self._meter.start()
@@ -98,9 +98,9 @@ class Trainer:
         return self._result(failure or self._outputs.writer.problem)
 
     def _one_epoch(self) -> None:
-        """Train on the rest of an epoch, with the evaluations and saves that fall into it.
+        """Train on the rest of an epoch, with its evaluations and saves.
 
-        Returns early where the data continue elsewhere: after a rewind, or in smaller micro-batches.
+        Returns early if the data continues elsewhere: after a rewind, or in smaller micro-batches.
         """
         state = self.state
         for num_micro_batches, micro_batches in self._position.windows(state.step):
@@ -110,7 +110,7 @@ class Trainer:
             if actions.bad_step is not None:
                 self._handle_bad_step(actions.bad_step)
                 return
-            # a run that is stopped early is evaluated too: its last model may be the best one
+            # a run that is stopped early is also evaluated: its last model may be the best one
             if state.interruption is None and (actions.evaluate or state.is_over):
                 self._evaluate()
                 self._agree_to_stop()
@@ -172,7 +172,7 @@ class Trainer:
         self._is_stepping = False
 
     def _retry_smaller(self, why: str) -> None:
-        """Repeat a step that was rolled back: its rows come again, in smaller micro-batches."""
+        """Repeat a step that was rolled back: its rows are read again, in smaller micro-batches."""
         self._progress.note(why)
         what = why.partition("\n")[0]  # without the path of the picture
         values = {"note": what, "micro_batch": self._memory_guard.micro_batch_size}
@@ -204,14 +204,15 @@ class Trainer:
     # ------------------------------------------------------------------ after a step
 
     def _agree_on_actions(self) -> NextActions:
-        """Decide with the other processes what follows the step; the run's state takes up a stop."""
+        """Agree with the other processes on what follows the step; store a stop in the run's state."""
         state, seconds = self.state, self._meter.seconds()
         limit = self._settings.max_seconds
         needed = self._outputs.checkpoints.seconds_needed
         time_is_up = limit is not None and self._meter.session_seconds() + needed >= limit
         evaluate, save = (interval.has_passed(state.step, seconds) for interval in (self._evaluation, self._saving))
         was_signalled = self._signals.received is not None
-        # No model is evaluated or saved before its last step is known to be finite, which takes a host-device sync.
+        # Before a model is evaluated or saved, its last step must be known to be finite, which takes a host-device
+        # sync.
         needs_sync = evaluate or save or time_is_up or was_signalled or state.is_over
         bad_step = self._watch.bad_step(flush=needs_sync)
         wanted = NextActions(evaluate, save, time_is_up, state.should_stop, was_signalled, bad_step)
@@ -225,13 +226,13 @@ class Trainer:
         return actions
 
     def _agree_to_stop(self) -> None:
-        """Stop if a callback set `should_stop` in any of the processes."""
+        """Stop if a callback set `should_stop` in any process."""
         if self._engine.use_distributed:
             wish = torch.tensor(int(self.state.should_stop), dtype=torch.int32)
             self.state.should_stop = bool(self._engine.reduce(wish))
 
     def _is_evaluation_missing(self) -> bool:
-        """Whether a resumed run was stopped just before an evaluation."""
+        """Whether the resumed run was stopped just before an evaluation."""
         step, seconds = self.state.step, self._meter.seconds()
         return self._engine.decide_on_main_process(lambda: step > 0 and self._evaluation.has_passed(step, seconds))
 
@@ -319,7 +320,7 @@ class Trainer:
         """Save the state of a run that does not fit here: it may be resumed on a larger device."""
         state = self.state
         if self._is_stepping or state.step == 0 or self._engine.use_distributed:
-            return  # half a step, no step, or processes that may be at different steps
+            return  # half a step, no step, or processes that may be at different steps cannot be saved
         saved = self._outputs.checkpoints.newest()
         if saved is None or saved.step < state.step:
             self.seek_data()
@@ -342,11 +343,11 @@ class Trainer:
             rows_at_once=self._memory_guard.micro_batch_size,
         )
 
-    # ------------------------------------------------------------------ for a run that is resumed
+    # ------------------------------------------------------------------ used to resume a run
 
     @property
     def higher_is_better(self) -> bool:
-        """Whether a higher value of the metric that selects the best model is better."""
+        """Whether higher values of the metric that selects the best model are better."""
         return self._selection.best.higher_is_better
 
     def seek_data(self) -> None:

@@ -1,4 +1,4 @@
-"""The state of the loop in a checkpoint: everything that a resumed run needs besides the state of the engine."""
+"""The state of the loop in a checkpoint: everything that a resumed run needs in addition to the engine's state."""
 
 from typing import Any
 
@@ -11,14 +11,14 @@ from trimtab.training.stopping import EarlyStopping
 
 
 class LoopState:
-    """Saves and restores the state of the loop; registered with the engine.
+    """Save and restore the state of the loop; registered with the engine.
 
     Args:
         run: The progress of the run, which is restored in place.
         position: The position in the training data.
         best_model: The best model.
         writer: Knows the length of the journal.
-        parts: Objects that have a state, by their key in the checkpoint; None has none.
+        parts: Objects with a state, by their key in the checkpoint; None if a part has no state.
     """
 
     def __init__(
@@ -26,8 +26,8 @@ class LoopState:
     ) -> None:
         self._run, self._position, self._best_model = run, position, best_model
         self._writer, self._parts = writer, parts
-        self._ended: str | None = None  # why the run had ended whose state was loaded
-        self.journal_position = 0  # length of the journal when the state that was loaded was saved
+        self._ended: str | None = None  # why the run whose state was loaded had ended
+        self.journal_position = 0  # length of the journal when the loaded state was saved
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the loop."""
@@ -39,7 +39,7 @@ class LoopState:
             "num_passed_over": self._position.num_passed_over,
             "metrics": dict(run.metrics),
             "has_kept": self._best_model.is_kept,
-            # why the run has ended with this state; an interrupted run has not
+            # why the run ended with this state; an interrupted run has not ended
             "ended": run.stop_reason if run.should_stop and run.interruption is None else None,
             "journal": self._writer.position(),
             **{name: None if part is None else part.state_dict() for name, part in self._parts.items()},
@@ -49,7 +49,7 @@ class LoopState:
         """Restore what `state_dict` returned.
 
         Raises:
-            CheckpointError: The training data differ.
+            CheckpointError: The training data is different.
         """
         run = self._run
         if state["steps_per_epoch"] != run.steps_per_epoch:
@@ -71,12 +71,12 @@ class LoopState:
         self.journal_position, self._ended = state["journal"], state["ended"]
 
     def end_as_saved(self) -> None:
-        """End the run if the state that was loaded is the last one of a run that had ended."""
+        """End the run if the loaded state is the last one of a finished run."""
         if self._ended is not None:
             self._run.should_stop, self._run.stop_reason = True, self._ended
 
     def reset_patience(self) -> None:
-        """Count evaluations without improvement from zero, for an ended run that is trained for longer."""
+        """Count evaluations without improvement from zero, for a finished run that is trained longer."""
         early_stopping: EarlyStopping | None = self._parts["early_stopping"]
         if self._ended is not None and early_stopping is not None:
             early_stopping.num_without_improvement = 0

@@ -1,4 +1,4 @@
-"""Keeps a run within its memory: rehearses the largest batches before step 1 and retries steps that ran out of memory.
+"""Keep a run within its memory: rehearse the largest batches before step 1, and retry steps that ran out of memory.
 
 The batches that the optimizer sees, their rows and their weights never change. Only the micro-batch size becomes
 smaller, for the rest of the run.
@@ -37,7 +37,7 @@ CURES = ", ".join(["a larger memory.budget", *memory_advice(), "a smaller data.m
 
 
 class WeightsChanged(Exception):  # noqa: N818 (an event of a step, which the loop handles)
-    """Memory ran out in a step that had changed weights in backward, so it cannot be undone.
+    """Memory ran out in a step that had already changed weights in backward, so it cannot be undone.
 
     Args:
         failure: What ran out.
@@ -49,18 +49,18 @@ class WeightsChanged(Exception):  # noqa: N818 (an event of a step, which the lo
 
 
 class MemoryGuard:
-    """Makes the micro-batches of a run smaller when memory runs out.
+    """Make the micro-batches of a run smaller when memory runs out.
 
     Args:
-        parts: What a step is computed with.
+        parts: The parts that compute a step.
         evaluator: Evaluates on held-out rows; None if there are none.
         released_later: Parameters that are unfrozen during the run.
-        max_grad_norm: The norm that training clips to.
+        max_grad_norm: The norm to which training clips gradients.
         cap: The memory limit of the run.
         rehearses: Whether to run the largest batches before step 1.
         predicted_peak_bytes: The prediction of what `peak_memory` measures; None without a plan.
-        measured_peak_bytes: What trial steps measured, in place of a prediction.
-        picture: Draws the memory of a step that ran out of it.
+        measured_peak_bytes: The peak that trial steps measured, instead of a prediction.
+        picture: Draws the memory of a step that ran out of memory.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class MemoryGuard:
         self._rollback = Rollback(parts.engine, parts.model, self._capture)
         self._rehearsal = Rehearsal(parts, self._rollback, released_later, max_grad_norm)
         self._rehearses, self._predicted, self._measured = rehearses, predicted_peak_bytes, measured_peak_bytes
-        self._rehearsed: Peak | None = None  # of training and evaluation
+        self._rehearsed: Peak | None = None  # the peaks of training and evaluation
         self._rehearsed_evaluation = Peak(0, 0)
         self.cap = cap
 
@@ -136,7 +136,7 @@ class MemoryGuard:
         return found
 
     def find_trials(self, compute_gradients: Callable[..., Any]) -> list[Trial]:
-        """One micro-batch of every size, the largest first, to run with the function of the steps before the first."""
+        """Return one micro-batch of every size, largest first, to run with the function of the training steps."""
         return self._rehearsal.find_trials(compute_gradients)
 
     # ------------------------------------------------------------------ during the run
@@ -149,11 +149,12 @@ class MemoryGuard:
             step: The number of the step, for messages.
 
         Returns:
-            The result of `work`; or, if memory ran out, a line that reports it. Then everything is as before the step
-            except the micro-batch size: the caller has to ask the loader for the rows again.
+            The result of `work`; or, if memory ran out, a line that reports it. In that case everything except the
+            micro-batch size is restored to its state before the step, and the caller has to request the rows from the
+            loader again.
 
         Raises:
-            DoesNotFit: The micro-batch had one row, or other processes cannot undo the step any more.
+            DoesNotFit: The micro-batch had one row, or other processes can no longer undo the step.
             WeightsChanged: Weights were updated in backward: the caller has to load a checkpoint and call `shrink`.
         """
         result = self._rollback.attempt(work, together=self._engine.use_distributed)
@@ -168,7 +169,7 @@ class MemoryGuard:
 
         Args:
             failure: What ran out.
-            where: When that was, in words.
+            where: A text that says when it happened.
             draws: Whether to draw the memory of the failed step, if it is the first of the run.
 
         Raises:
@@ -194,7 +195,7 @@ class MemoryGuard:
             raise DoesNotFit(f"{failure} {where}, and the batch cannot be divided: {obstacle}\n  cure: {CURES}{drawn}")
         sampler.set_micro_batch_size(after)
         captured = captured_micro_batches_of(self._model)
-        if captured is not None:  # the memory of graphs that are too large is not free for smaller ones
+        if captured is not None:  # smaller graphs cannot use the memory of graphs that are too large
             captured.forget()
             release_cached_memory(self._engine.device)
         shown = [str(-(-rows // num_processes)) for rows in (before, after)]
@@ -203,7 +204,7 @@ class MemoryGuard:
         return f"{failure} {where}: {words}{drawn}"
 
     def draw_now(self, error: Exception, where: str) -> str:
-        """Draw what is in memory while an error is handled that ends the run; return words for its message."""
+        """Draw what is in memory while an error that ends the run is handled; return a text for its message."""
         self._capture()
         rows = min(self._sampler.micro_batch_size, self._sampler.batch_size, len(self._sampler.lengths))
         return self._draw(OutOfMemory(describe_failed_allocation(error)), where, -(-rows // self._engine.num_processes))
@@ -212,7 +213,7 @@ class MemoryGuard:
         self._picture.capture(self._model, self._optimizer)
 
     def _draw(self, failure: OutOfMemory, where: str, micro_batch: int) -> str:
-        """Draw the memory of a failed step in this process; return words for the message."""
+        """Draw the memory of a failed step in this process; return a text for the message."""
         if failure.is_elsewhere:
             return ""
         self._has_drawn = True
@@ -242,7 +243,7 @@ class MemoryGuard:
         return numbers
 
     def summary(self) -> str:
-        """Describe the peak of the run in a line; empty if it was neither predicted nor rehearsed."""
+        """Describe the peak of the run in one line; empty if it was neither predicted nor rehearsed."""
         if self._expected is None and self._rehearsed is None:
             return ""
         device = self._engine.device

@@ -1,4 +1,4 @@
-"""Sums of loss, tokens and time between two reports. Reading them, or saving them, is a host-device sync."""
+"""Sums of loss, tokens and time between two reports. Reading or saving them is a host-device sync."""
 
 import math
 import time
@@ -13,7 +13,7 @@ from trimtab.training.step import StepResult
 
 
 class Meter:
-    """Counts what all processes of a run do. Training time excludes evaluations and saves."""
+    """Count the work of all processes of a run. Training time excludes evaluations and saves."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -21,21 +21,21 @@ class Meter:
         self._began = time.monotonic()
         self._paused_s = 0.0
         self._is_started = False
-        self._before_s = 0.0  # training time of the sessions before this one
+        self._before_s = 0.0  # training time of earlier sessions
         self._results: list[StepResult] = []  # since the last report
         self._last = (0.0, 0)  # training time and tokens at the last report
         self._of_all: list[dict[str, Any]] | None = None
 
     def start(self) -> None:
-        """Begin to count the time of this session."""
+        """Start to measure the time of this session."""
         self._began, self._paused_s, self._is_started = time.monotonic(), 0.0, True
 
     def seconds(self) -> float:
-        """Return the training time, with that of the sessions before a resume."""
+        """Return the training time, including that of the sessions before a resume."""
         return self._before_s + self.session_seconds() - self._paused_s
 
     def session_seconds(self) -> float:
-        """Return the time since this session began, evaluations and saves included."""
+        """Return the time since this session started, including evaluations and saves."""
         return time.monotonic() - self._began
 
     def add(self, result: StepResult) -> None:
@@ -85,13 +85,13 @@ class Meter:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the sums of all processes, step by step: a sum of partial sums would round differently."""
+        """Return the sums of all processes, step by step: adding partial sums would round differently."""
         of_all, self._of_all = self._of_all or [self._own()], None
         return {"seconds": self.seconds(), "last": list(self._last), "of_all": of_all}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned; if the number of processes differs, the main one takes all sums."""
-        # the clock of a session that has begun keeps running: this may be a rewind
+        # the clock of a running session continues: this may be a rewind
         passed_s = self.session_seconds() - self._paused_s if self._is_started else 0.0
         self._before_s, self._last = state["seconds"] - passed_s, (state["last"][0], state["last"][1])
         of_all = state["of_all"]

@@ -1,4 +1,4 @@
-"""What all processes do after an optimizer step: agreed on, because each of them must take part."""
+"""What all processes do after an optimizer step: they must agree, because each of them has to take part."""
 
 from dataclasses import astuple, dataclass
 
@@ -9,7 +9,7 @@ from trimtab.engine.engine import Engine
 
 @dataclass(frozen=True)
 class NextActions:
-    """What follows a step. Before `agree_on` it is what one process wants, afterwards what all do."""
+    """What follows a step: before `agree_on`, what one process wants; afterwards, what all processes do."""
 
     evaluate: bool
     save: bool
@@ -32,6 +32,6 @@ def agree_on(wanted: NextActions, step: int, engine: Engine) -> NextActions:
         flags[:3] = [False] * 3
     wishes = torch.tensor([*flags, bad_step is not None], dtype=torch.int32)
     evaluate, save, time_is_up, stop, was_signalled, is_bad = map(bool, engine.reduce(wishes).tolist())
-    # a process may have read the results of more steps than another
+    # one process may have read the results of more steps than another
     first = int(engine.gather(torch.tensor(step if bad_step is None else bad_step)).min()) if is_bad else None
     return NextActions(evaluate, save, time_is_up, stop, was_signalled, first)

@@ -1,4 +1,4 @@
-"""What the user sees during a run: a bar, plain lines, JSON lines, or nothing.
+"""The display of a run: a bar, plain lines, JSON lines, or nothing.
 
 None of them can end a run: if the output is closed, they become silent.
 """

@@ -11,9 +11,9 @@ from trimtab.training.screen import SECONDS_BETWEEN_FRAMES, Screen, build_screen
 
 
 class BarProgress(Progress):
-    """A bar with the metrics below it; evaluations and notes stay as lines above.
+    """A bar with the metrics below it; evaluations and notes are lines above it.
 
-    Drawn within the calls and not by a thread, which would take time from the training loop.
+    Frames are drawn inside the calls, not by a thread, which would take time from the training loop.
     """
 
     def __init__(self) -> None:
@@ -72,7 +72,7 @@ class BarProgress(Progress):
 
     def _draw(self) -> None:
         self._screen.show(self._frame())
-        # from the end of drawing, so a slow terminal never takes most of the time
+        # measured from the end of drawing, so that a slow terminal never takes most of the time
         self._next_frame = time.monotonic() + SECONDS_BETWEEN_FRAMES
 
     def _frame(self) -> Any:

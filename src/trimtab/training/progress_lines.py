@@ -13,7 +13,7 @@ from trimtab.training.progress_text import StepLine, evaluation_text, step_text
 
 
 class LineWriter:
-    """Writes lines to standard output and flushes each. A closed pipe ends the output, not the run."""
+    """Write lines to standard output and flush each one. A closed pipe ends the output, not the run."""
 
     def __init__(self) -> None:
         self._is_open = True
@@ -31,7 +31,7 @@ class LineWriter:
             sys.stdout.flush()
         except (OSError, ValueError) as error:  # ValueError: the stream was closed
             if isinstance(error, OSError) and is_disk_full(error):
-                return  # a log on a full disk: the buffer is written when there is room again
+                return  # a log on a full disk: the buffer is written when there is space again
             self._is_open = False
             if isinstance(error, BrokenPipeError):
                 discard_stdout()
@@ -48,12 +48,12 @@ def discard_stdout() -> None:
 
 
 class Progress:
-    """Shows a run; this base class shows nothing. Calls are cheap: `step` may be called after every step."""
+    """Show a run; this base class shows nothing. Calls are cheap: `step` may be called after every step."""
 
     _num_steps = 0
 
     def start(self, num_steps: int, start_step: int = 0) -> None:
-        """Begin a run of `num_steps`, resumed after `start_step`."""
+        """Start the display of a run of `num_steps`, resumed after `start_step`."""
         self._num_steps = num_steps
 
     def step(self, line: StepLine) -> None:
@@ -69,14 +69,14 @@ class Progress:
         """Show how many batches of an evaluation are done."""
 
     def close(self) -> None:
-        """Give the terminal back, without a summary."""
+        """Restore the terminal, without a summary."""
 
     def finish(self, summary: str, failed: bool = False) -> None:
         """End the run; `failed` if it ended with an error. May be called twice."""
 
 
 class QuietProgress(Progress):
-    """Shows nothing but the summary of a run that failed."""
+    """Show only the summary of a run that failed."""
 
     def finish(self, summary: str, failed: bool = False) -> None:
         """Write the summary to standard error if the run failed."""
@@ -109,7 +109,7 @@ class PlainProgress(Progress):
 
 
 class JsonProgress(Progress):
-    """One JSON object per call. Numbers that JSON lacks are the strings "nan", "inf" and "-inf"."""
+    """Write one JSON object per call. Numbers that JSON does not have are the strings "nan", "inf" and "-inf"."""
 
     def __init__(self) -> None:
         self._lines = LineWriter()

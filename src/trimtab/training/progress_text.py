@@ -45,7 +45,7 @@ def metrics_text(line: StepLine) -> str:
 
 
 def time_left_text(line: StepLine) -> str:
-    """Format the time left, in whole minutes from one minute on."""
+    """Format the time left; in whole minutes if it is at least one minute."""
     seconds = line.seconds_left
     return f"{format_seconds(round(seconds) if seconds < 60 else 60 * round(seconds / 60))} left"
 
@@ -57,7 +57,7 @@ def evaluation_text(metrics: dict[str, float], step: int, improved: bool) -> str
 
 
 def _precise(value: float) -> str:
-    """Format with three decimals, small values in scientific notation; nan and inf by name."""
+    """Format with three decimals; small values in scientific notation; nan and inf as words."""
     return f"{value:.3f}" if not math.isfinite(value) or value == 0 or abs(value) >= 0.01 else f"{value:.2e}"
 
 

@@ -1,6 +1,6 @@
-"""Runs the largest batches of the data before step 1 to measure how much memory they need.
+"""Run the largest batches of the data before step 1 to measure how much memory they need.
 
-Weights, gradients, buffers, random numbers and the position in the data are the same afterwards.
+Afterwards, weights, gradients, buffers, random numbers and the position in the data are unchanged.
 """
 
 import math
@@ -36,13 +36,13 @@ class Peak:
 
 
 class Rehearsal:
-    """Measures the peak memory of the largest batches.
+    """Measure the peak memory of the largest batches.
 
     Args:
-        parts: What a step is computed with; the model is in training mode.
+        parts: The parts that compute a step; the model is in training mode.
         rollback: Undoes the work.
         released_later: Parameters that are unfrozen during the run, which then needs the most memory.
-        max_grad_norm: The norm that training clips to.
+        max_grad_norm: The norm to which training clips gradients.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Rehearsal:
         self._max_grad_norm = max_grad_norm
 
     def train(self) -> Peak | OutOfMemory:
-        """Run forward and backward of the largest micro-batch, as the second one of its window if there are several."""
+        """Run forward and backward of the largest micro-batch, as the second of its window if there are several."""
         sampler = self._batches.batch_sampler
         num_rows = min(sampler.batch_size, len(sampler.lengths))
         # during a second micro-batch, the gradients of the first one are in memory too
@@ -77,15 +77,15 @@ class Rehearsal:
                 parameter.requires_grad_(requires_grad)
 
     def find_trials(self, compute_gradients: Callable[..., Any]) -> list[Trial]:
-        """The largest micro-batch of the run, then one of every other size in the present epoch, the largest first.
+        """Return the largest micro-batch of the run, then one of each other size in the current epoch, largest first.
 
-        Code that is compiled for the first one is the same whatever the epoch, and so in a resumed run.
+        The first one does not depend on the epoch, so its compiled code is the same in a resumed run.
 
         Args:
-            compute_gradients: The function of the training steps, `window_gradients` as techniques have wrapped it.
+            compute_gradients: The function of the training steps: `window_gradients`, wrapped by techniques.
         """
         sampler = self._batches.batch_sampler
-        # one of several micro-batches adds its gradients, the only one of a batch writes them
+        # one of several micro-batches adds to the gradients; a single one writes them
         num_micro_batches = min(2, max(sampler.window_sizes(), default=1))
         counts: Counter[tuple[int, int]] = Counter()
         rows_of: dict[tuple[int, int], list[int]] = {}
@@ -112,7 +112,7 @@ class Rehearsal:
     ) -> None:
         """Run the first micro-batch of a window and undo it.
 
-        Memory that runs out in it runs out again in its step, which is retried.
+        If it runs out of memory, so will its step, which is then retried.
         """
         engine, model, loss = self._engine, self._model, self._loss
 
@@ -127,7 +127,7 @@ class Rehearsal:
 
     def _compute(self, batch: dict[str, torch.Tensor], num_times: int) -> None:
         engine, model, loss = self._engine, self._model, self._loss
-        if engine.use_distributed:  # without communication: one process may run out of memory and the others not
+        if engine.use_distributed:  # without communication: one process may run out of memory while the others do not
             for _ in range(num_times):
                 loss(engine.unwrap_model(model), batch).value.backward()  # type: ignore[no-untyped-call]
             return
@@ -135,7 +135,7 @@ class Rehearsal:
         window_gradients(engine, model, loss, batches, num_times, self._max_grad_norm, compute=compute_uncaptured)
 
     def evaluate(self, evaluator: Evaluator) -> Peak | OutOfMemory:
-        """Run the largest evaluation batch, in micro-batches of the evaluator's present size."""
+        """Run the largest evaluation batch, in micro-batches of the evaluator's current size."""
         return self._measure(lambda: evaluator.try_batch(self._model, worst_batch(evaluator.loader, self._engine)))
 
     def _measure(self, work: Callable[[], None]) -> Peak | OutOfMemory:
@@ -153,7 +153,7 @@ def worst_batch(loader: Any, engine: Engine) -> dict[str, torch.Tensor]:
     """Return this process's share of a loader's largest batch, on the device; the loader's position does not change."""
     sampler = loader.batch_sampler
     rows = sampler.largest_micro_batch(_label_lengths(loader.dataset))
-    # packed rows with filler up to the bound: another epoch may fill a micro-batch completely
+    # packed rows with filler up to the limit: another epoch may fill a micro-batch completely
     return batch_of(loader, rows, engine, num_tokens=sampler.max_tokens)
 
 
@@ -164,7 +164,7 @@ def batch_of(loader: Any, rows: list[int], engine: Engine, num_tokens: int | Non
         loader: The prepared loader.
         rows: The rows of all processes.
         engine: The engine that prepared it.
-        num_tokens: Tokens of a packed batch, filler included; None = those of the rows.
+        num_tokens: Tokens of a packed batch, including filler; None counts the tokens of the rows.
     """
     options = {} if num_tokens is None else {"num_tokens": num_tokens}
     examples = [loader.dataset[row] for row in loader.batch_sampler.largest_share(rows)]
@@ -173,7 +173,7 @@ def batch_of(loader: Any, rows: list[int], engine: Engine, num_tokens: int | Non
 
 
 def _label_lengths(dataset: Any) -> list[int] | None:
-    """Return the lengths of labels that are padded separately; None if they have those of the inputs or no length."""
+    """Return the lengths of labels that are padded separately; None if they match the inputs' or have no length."""
     if isinstance(dataset, torch.utils.data.Subset):
         lengths = _label_lengths(dataset.dataset)
         return None if lengths is None else [lengths[row] for row in dataset.indices]

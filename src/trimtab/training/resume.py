@@ -1,4 +1,4 @@
-"""Brings a trainer to the state of the run that it resumes."""
+"""Load the state of the run that a trainer resumes."""
 
 import json
 import shutil
@@ -21,7 +21,7 @@ def resume_trainer(trainer: Trainer, engine: Engine, beginning: StartPoint) -> i
     """Load the checkpoint of a start point into a trainer, which keeps the learning rates that it was built with.
 
     Returns:
-        How much of the run's journal is valid, in bytes; None if the run starts from scratch.
+        The length of the valid part of the run's journal, in bytes; None if the run starts from scratch.
     """
     if beginning.checkpoint is None:
         return None
@@ -54,7 +54,7 @@ def resume_trainer(trainer: Trainer, engine: Engine, beginning: StartPoint) -> i
 
 
 def _repair_best_model(trainer: Trainer, engine: Engine, run: Path, checkpoint: Path) -> None:
-    """Rewrite a damaged or lost best model from the checkpoint of its step; without one, forget it."""
+    """Write a damaged or lost best model again from the checkpoint of its step; without one, discard it."""
     step = trainer.best_model.kept_step
     problem = "" if step is None else engine.decide_on_main_process(lambda: _why_best_is_damaged(run, checkpoint))
     if step is None or not problem:
@@ -88,7 +88,7 @@ def _why_best_is_damaged(run: Path, checkpoint: Path) -> str:
 
 
 def _set_aside_best(run: Path, name: str) -> Path:
-    """Rename the folder of the best model, or what is left of it."""
+    """Rename the folder of the best model, even if it is incomplete."""
     aside = run / f"best-{name}"
     if (run / "best").exists():
         shutil.rmtree(aside, ignore_errors=True)
@@ -97,7 +97,7 @@ def _set_aside_best(run: Path, name: str) -> Path:
 
 
 def _set_aside_newer_best(run: Path, step: int) -> bool:
-    """Rename a best model of a later step than `step`: models of the new branch might never be better."""
+    """Rename a best model of a step after `step`: models of the resumed run might never be better."""
     try:
         newer: int = json.loads((run / "best" / "trimtab.json").read_text())["step"]
     except (OSError, ValueError, LookupError, TypeError):

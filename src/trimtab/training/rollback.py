@@ -1,4 +1,4 @@
-"""Undoes work on a model when memory runs out in it: the gradients of a window, or a rehearsal.
+"""Undo work on a model that ran out of memory: the gradients of a window, or a rehearsal.
 
 Before the optimizer steps, a window changes gradients, random number generators and buffers of the model. All of them
 are restored. The first window that succeeds shows which buffers and which generators of the host change at all; from
@@ -32,8 +32,8 @@ T = TypeVar("T")
 class OutOfMemory:
     """Memory ran out, and the work was undone."""
 
-    wanted: str = ""  # what could not be allocated, if known
-    is_elsewhere: bool = False  # in another process
+    wanted: str = ""  # the allocation that failed, if known
+    is_elsewhere: bool = False  # memory ran out in another process
     is_too_late: bool = False  # other processes may have continued and cannot undo it
     has_changed_weights: bool = False  # weights were updated in backward, which cannot be undone
 
@@ -44,7 +44,7 @@ class OutOfMemory:
 
 
 class Rollback:
-    """Runs work on a prepared model and undoes it if memory runs out.
+    """Run work on a prepared model, and undo it if memory runs out.
 
     Args:
         engine: The engine that prepared the model.
@@ -60,11 +60,11 @@ class Rollback:
         self._random = _UsedGenerators()
 
     def attempt(self, work: Callable[[], T], *, together: bool = False) -> T | OutOfMemory:
-        """Return the result of `work`; or, if memory ran out in it, undo it and return that.
+        """Return the result of `work`; if memory runs out, undo the work and return the failure.
 
         Args:
             work: Computes a window, or something that needs no other process.
-            together: Whether it is a window of several processes: if one undoes it, all do.
+            together: Whether it is a window of several processes: if one process undoes it, all do.
         """
         undo = self._undo_point()
         self._updates.has_changed_weights = self._has_captured = False
@@ -106,7 +106,7 @@ class Rollback:
         return replace(failure, is_too_late=is_too_late)
 
     def rehearse(self, work: Callable[[], T]) -> T | OutOfMemory:
-        """Return the result of `work`, or that memory ran out in it, and undo it in either case."""
+        """Run `work` and undo it in any case; return its result, or the failure if memory ran out."""
         undo = self._undo_point()
         with self._updates.held():
             result = self.attempt(work)
@@ -129,7 +129,7 @@ class _UsedGenerators:
     """The random number generators that a window uses. Reading NumPy's takes 0.1 ms, and few models use it."""
 
     def __init__(self) -> None:
-        self._uses_host: bool | None = None  # Python's or NumPy's generator; None until a window has succeeded
+        self._uses_host: bool | None = None  # state of Python's or NumPy's generator; None until a window has succeeded
         self._before: RandomState = {}
 
     def state(self) -> RandomState:
@@ -163,7 +163,7 @@ class _ChangingBuffers:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._candidates = list(model.buffers())
-        self._before: list[torch.Tensor] | None = []  # None once it is known which buffers change
+        self._before: list[torch.Tensor] | None = []  # None once the buffers that change are known
 
     def observe(self) -> None:
         """Find out, after a window has succeeded, which buffers it changed."""
@@ -175,7 +175,7 @@ class _ChangingBuffers:
 
     @torch.no_grad()
     def undo_point(self) -> Callable[[], None]:
-        """Return a function that restores the present values."""
+        """Return a function that restores the current values."""
         if self._before is not None:
             values = self._before = [buffer.to("cpu", copy=True) for buffer in self._candidates]
         else:

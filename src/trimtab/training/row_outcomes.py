@@ -1,4 +1,4 @@
-"""The prediction and the loss of each evaluated row, which an evaluation of a classifier or regression has anyway."""
+"""The prediction and loss of each evaluated row, which an evaluation of a classifier or regressor computes anyway."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-_MAX_OUTPUTS = 256  # of a row; the outcomes of more would take gigabytes
-_MOST_ON_DEVICE = 2**20  # numbers; no plan contains their memory
+_MAX_OUTPUTS = 256  # targets of a row; the outcomes of more would take gigabytes
+_MOST_ON_DEVICE = 2**20  # numbers kept on the device; no plan includes their memory
 ROW_LOSSES = ("cross-entropy", "binary-cross-entropy", "mse")
 
 
 class RowOutcomes:
-    """Collects the rows of one evaluation; a host-device sync is `finish`, and one for every million numbers.
+    """Collect the rows of one evaluation. Host-device syncs: one in `finish`, and one for every million numbers.
 
     Args:
         kind: Kind of the loss; nothing is collected unless it is one of `ROW_LOSSES`, or if a row has many targets.
@@ -30,7 +30,7 @@ class RowOutcomes:
         self._rows: list[int] = []
 
     def add(self, logits: Tensor, labels: Tensor | None) -> None:
-        """Add the next rows: their logits and labels. Logits in another form, of a user's own loss, are left out."""
+        """Add the next rows: their logits and labels. Logits in another form, from a user's own loss, are left out."""
         if self._kind is None or labels is None or logits.dim() != 2 or len(logits) != len(labels):
             return
         num_expected = len(labels) if self._kind == "cross-entropy" else logits.numel()
@@ -45,12 +45,12 @@ class RowOutcomes:
             self._parts.clear()
 
     def add_numbers(self, shard: Any) -> None:
-        """Add the numbers of the rows of a batch, whose logits were added: the present shard of the loader."""
+        """Add the numbers of the rows of a batch whose logits were added: the current shard of the loader."""
         if self._kind is not None:
             self._rows += shard.content
 
     def finish(self, gather: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> Tensor | None:
-        """Return a table with a line for each row: its number, its loss, and its prediction; None if nothing is known.
+        """Return a table with one line per row: its number, its loss and its prediction; None if there are no outcomes.
 
         Args:
             gather: Concatenates the tensors of all ranks along dimension 0; their lengths may differ.
@@ -59,7 +59,7 @@ class RowOutcomes:
             return None
         self._move_to_host()
         found = torch.cat([torch.zeros(0, self._num_columns), *self._on_host]).double()
-        if len(found) != len(self._rows):  # the user's own loss returns other logits than one line per row
+        if len(found) != len(self._rows):  # the user's own loss returns logits that are not one line per row
             found, self._rows = found[:0], []
         table = gather(torch.cat([torch.tensor(self._rows, dtype=torch.float64)[:, None], found], 1))
         return table if len(table) else None

@@ -1,4 +1,4 @@
-"""The progress of a run, as callbacks see it, and the result of a finished one."""
+"""The progress of a run, as callbacks see it, and the result of a finished run."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,7 +22,7 @@ class RunState:
 
     @property
     def should_stop(self) -> bool:
-        """Whether the run ends after this step. Setting it to False has no effect: another callback may have set it."""
+        """Whether the run ends after this step. It cannot be set back to False: another callback may have set it."""
         return self._should_stop
 
     @should_stop.setter
@@ -30,7 +30,7 @@ class RunState:
         self._should_stop = self._should_stop or bool(value)
 
     def interrupt(self, reason: str) -> None:
-        """Stop the run before its last step, to be resumed later."""
+        """Stop the run before its last step; it can be resumed later."""
         self.should_stop = True
         self.stop_reason = self.interruption = reason
 
@@ -41,7 +41,7 @@ class RunState:
 
     @property
     def is_over(self) -> bool:
-        """Whether no further step is taken."""
+        """Whether no more steps are taken."""
         return self.should_stop or self.step >= self.num_steps
 
 
@@ -63,6 +63,6 @@ class FitResult:
     rows_at_once: int | None = None  # micro-batch size at the end, summed over all processes
 
     def summary(self) -> dict[str, Any]:
-        """Return what `run.json` stores of the result."""
+        """Return the values of the result that `run.json` stores."""
         names = ("step", "train_seconds", "num_tokens", "num_skipped", "peak_memory_bytes")
         return {name: getattr(self, name) for name in names} | {"stop_reason": self.interruption or self.stop_reason}

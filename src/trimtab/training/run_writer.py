@@ -1,4 +1,4 @@
-"""The interface through which the loop writes into a run's folder."""
+"""The interface through which the loop writes to a run's folder."""
 
 from typing import Any, Protocol
 
@@ -6,17 +6,17 @@ from trimtab.errors import CheckpointError
 
 
 class RunWriter(Protocol):
-    """Writes the best model and the metrics of a run."""
+    """Write the best model and the metrics of a run."""
 
     @property
     def problem(self) -> CheckpointError | None:
         """Why the best model is not on the disk yet; None if it is."""
 
     def write_best_model(self, step: int, metrics: dict[str, float]) -> str | None:
-        """Write the model as the best one so far and return its folder; None if the disk has no room for it yet."""
+        """Write the model as the best one so far and return its folder; None if the disk has no space for it yet."""
 
     def write_pending(self) -> str | None:
-        """Retry to write a model for which there was no room, and return its folder; None if none was written."""
+        """Try again to write a model for which there was no space; return its folder, or None if none was written."""
 
     def record(self, values: dict[str, Any], step: int) -> None:
         """Append values of a step to the journal."""
@@ -28,4 +28,4 @@ class RunWriter(Protocol):
         """Write the rows of a step to a file for inspection, and return the file."""
 
     def forget_best(self) -> None:
-        """Record that there is no best model any more."""
+        """Record that there is no longer a best model."""

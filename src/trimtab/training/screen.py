@@ -1,4 +1,4 @@
-"""Where frames of progress bars replace each other: a terminal, or the output of a cell in a notebook."""
+"""The place where frames of progress bars replace each other: a terminal, or the output of a notebook cell."""
 
 import contextlib
 import importlib
@@ -44,7 +44,7 @@ def table_of_bars(rows: Iterable[tuple[Any, ...]]) -> Any:
 
 
 class Screen:
-    """Where frames replace each other. This base class, for before the start and after the end, draws none."""
+    """A display of frames that replace each other. This base class, for before and after a run, draws nothing."""
 
     def open(self, frame: Any) -> None:
         """Draw the first frame."""
@@ -57,11 +57,11 @@ class Screen:
         LineWriter().write(text)
 
     def close(self, last_frame: Callable[[], Any]) -> None:
-        """Draw the last frame, and let other output follow."""
+        """Draw the last frame, and allow other output to follow."""
 
 
 class _TerminalScreen(Screen):
-    """rich's live display. Lines, including those of trimtab's logger, go above the frame."""
+    """A live display of rich. Lines, including those of trimtab's logger, are written above the frame."""
 
     def __init__(self, transient: bool) -> None:
         from rich.console import Console
@@ -70,7 +70,7 @@ class _TerminalScreen(Screen):
         self._console = Console(highlight=False, markup=False, emoji=False)
         self._console.on_broken_pipe = discard_stdout  # type: ignore[method-assign]  # rich would end the process
         self._is_open = True
-        # standard error that goes to a file stays there
+        # if standard error goes to a file, it still does
         to_console = sys.stderr is not None and sys.stderr.isatty()
         self._live = Live(console=self._console, auto_refresh=False, redirect_stderr=to_console, transient=transient)
 
@@ -105,7 +105,7 @@ class _TerminalScreen(Screen):
 
 
 def _move_handlers(old: Any, new: Any) -> None:
-    """Let log handlers write to `new`: they keep the stream they were made with and would break the live display."""
+    """Make log handlers write to `new`: they keep their original stream, which would break the live display."""
     if old is not new:
         for handler in logger.handlers:
             if isinstance(handler, logging.StreamHandler) and handler.stream is old:

@@ -1,6 +1,6 @@
 """One optimizer step: forward and backward of each micro-batch, clipping, and the step itself.
 
-Nothing is read from the device unless steps that are not finite are to be skipped.
+Nothing is read from the device, unless steps that are not finite have to be skipped.
 """
 
 import math
@@ -27,8 +27,8 @@ class StepResult:
     loss_sum: torch.Tensor
     weight: torch.Tensor | float
     grad_norm: torch.Tensor | None
-    num_tokens: torch.Tensor | int  # without padding
-    was_skipped: bool = False  # the gradients are not finite, and the weights do not change
+    num_tokens: torch.Tensor | int  # without padding tokens
+    was_skipped: bool = False  # the gradients are not finite, so the weights do not change
 
 
 def window_gradients(
@@ -43,11 +43,11 @@ def window_gradients(
 ) -> StepResult:
     """Accumulate the gradients of one batch in `.grad`, clipped.
 
-    Weights, optimizer and schedule do not change, so `Rollback` can undo all of it; unless weights are updated in
-    backward (`trimtab.optim.in_backward`).
+    Weights, optimizer and schedule do not change, so `Rollback` can undo it, unless weights are updated in backward
+    (`trimtab.optim.in_backward`).
 
-    Micro-batches are consumed one at a time. The engine ends a window with the loader's last batch, so none may be
-    read ahead; and the device need not hold more than one.
+    Micro-batches are read one at a time. None may be read ahead, because the engine ends a window with the loader's
+    last batch; and the device needs to hold only one.
 
     Args:
         engine: The engine that prepared `model`.
@@ -56,7 +56,8 @@ def window_gradients(
         micro_batches: The micro-batches of the batch.
         num_micro_batches: How many there are.
         max_grad_norm: The norm to clip to; None does not clip.
-        skips_nonfinite: Mark the result as skipped if the gradients are not finite. This is a host-device sync.
+        skips_nonfinite: Whether to mark the result as skipped if the gradients are not finite. This needs a host-device
+            sync.
         compute: Computes a micro-batch.
     """
     engine.gradient_accumulation_steps = num_micro_batches
@@ -89,7 +90,7 @@ _known: WeakKeyDictionary[torch.nn.Module, list[torch.Tensor]] = WeakKeyDictiona
 
 
 def _parameters_of(model: torch.nn.Module) -> list[torch.Tensor]:
-    """The parameters of a model, or what holds their gradients on the host.
+    """The parameters of a model, or the tensors that hold their gradients on the host.
 
     They are collected once: walking over a BERT's modules takes a millisecond of every step.
     """
@@ -101,7 +102,7 @@ def _parameters_of(model: torch.nn.Module) -> list[torch.Tensor]:
 def take_step(optimizer: Any, scheduler: Any, result: StepResult) -> None:
     """Step the optimizer and the schedule, unless the step is skipped, and reset the gradients.
 
-    This cannot be rolled back: an optimizer that fails may have changed some of the weights.
+    This cannot be rolled back: if the optimizer fails, it may have changed some of the weights.
     """
     if not result.was_skipped:
         optimizer.step()

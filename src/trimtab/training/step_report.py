@@ -12,7 +12,7 @@ from trimtab.training.trainer_parts import RunOutputs
 
 
 class StepReporter:
-    """Reports the metrics since the last report. Reading them is a host-device sync."""
+    """Report the metrics since the last report. Reading them is a host-device sync."""
 
     def __init__(self, engine: Engine, meter: Meter, cap: MemoryCap, outputs: RunOutputs) -> None:
         self._engine, self._meter, self._cap, self._outputs = engine, meter, cap, outputs

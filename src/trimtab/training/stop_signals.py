@@ -1,4 +1,4 @@
-"""Signals that interrupt a run: it ends after a step, and saves a checkpoint first if it saves any."""
+"""Signals that interrupt a run: it ends after the current step, and first saves a checkpoint if it saves any."""
 
 import signal
 import threading
@@ -9,14 +9,16 @@ from typing import Any
 from trimtab.log import say
 
 _SAME_KEY_S = 1.0  # below torchrun one Ctrl-C arrives twice: from the terminal, and forwarded by the launcher
-# Ctrl-C and the hang-up of a terminal; what schedulers, clouds and containers send before they take a machine away
+# Ctrl-C and the hang-up of a terminal; the signals that schedulers, clouds and containers send before they take a
+# machine away
 _NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGXCPU")
 
 
 class StopSignals:
     """A context in which the first signal is only recorded. A second SIGINT raises KeyboardInterrupt.
 
-    Does nothing outside the main thread, where Python allows no handlers. Signals that are ignored stay ignored.
+    It does nothing outside the main thread, where Python allows no signal handlers. Signals that are ignored stay
+    ignored.
 
     Args:
         saves: Whether the interrupted work saves a checkpoint; the message mentions it.

@@ -1,4 +1,4 @@
-"""What evaluations decide: which model is the best so far, and whether the run no longer improves."""
+"""Decisions based on evaluations: which model is the best so far, and whether the run no longer improves."""
 
 import math
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ from trimtab.errors import CheckpointError
 
 
 class Best:
-    """The best value of a metric so far, and the step that reached it first."""
+    """The best value of a metric so far, and the first step that reached it."""
 
     def __init__(self, metric: str, higher_is_better: bool) -> None:
         self.metric = metric
@@ -39,7 +39,7 @@ class Best:
 
 
 class EarlyStopping:
-    """Stops a run after `patience` consecutive evaluations that did not improve a metric.
+    """Stop a run after `patience` consecutive evaluations that did not improve a metric.
 
     A change must be larger than `min_delta` to count as an improvement.
     """
@@ -70,7 +70,7 @@ class EarlyStopping:
         return {**_criterion(self), "value": self.value, "num_without_improvement": self.num_without_improvement}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned; `patience` and `min_delta` stay those of this run."""
+        """Restore what `state_dict` returned; `patience` and `min_delta` keep the values of this run."""
         _check_criterion(self, state)
         self.value, self.num_without_improvement = state["value"], state["num_without_improvement"]
 
@@ -88,7 +88,7 @@ def _criterion(owner: Best | EarlyStopping) -> dict[str, Any]:
 
 
 def _check_criterion(owner: Best | EarlyStopping, state: dict[str, Any]) -> None:
-    """Refuse the state of another metric: its values cannot be compared."""
+    """Refuse the state of a different metric: its values cannot be compared."""
     here = _criterion(owner)
     saved = {key: state[key] for key in here}
     if saved != here:

@@ -19,9 +19,9 @@ from trimtab.units import Every
 
 @dataclass(frozen=True)
 class TrainingParts:
-    """What an optimizer step is computed with. All but the loss are prepared by `engine`.
+    """The parts that compute an optimizer step. All except the loss are prepared by `engine`.
 
-    Techniques may wrap the function that computes gradients, `window_gradients`, run micro-batches of all sizes before
+    Techniques may wrap the function that computes gradients (`window_gradients`), run micro-batches of all sizes before
     the first step, and have a state that is saved with that of the loop.
     """
 

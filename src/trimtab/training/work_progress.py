@@ -1,4 +1,4 @@
-"""How far work without steps is, such as a pass over rows or layers: bars in a terminal, else a few log lines."""
+"""Progress of work without steps, such as a pass over rows or layers: bars in a terminal, else a few log lines."""
 
 import atexit
 import contextlib
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 _SECONDS_BEFORE_BARS = 0.5  # shorter work is not shown
 _SECONDS_BEFORE_LINES = 10.0
-_NUM_LINES = 4  # of one piece of work, at equal shares of it
+_NUM_LINES = 4  # log lines per piece of work, at equal shares of it
 _mode: ContextVar[str] = ContextVar("mode", default="auto")
 
 
@@ -25,7 +25,7 @@ def work_shown_as(mode: str) -> Iterator[None]:
     """Choose how the work inside is shown.
 
     Args:
-        mode: As of `build_progress`; "json" and "quiet" show nothing.
+        mode: As in `build_progress`; "json" and "quiet" show nothing.
     """
     before = _mode.set(mode)
     try:
@@ -35,7 +35,7 @@ def work_shown_as(mode: str) -> Iterator[None]:
 
 
 def work_mode() -> str:
-    """How work is shown now, as of `build_progress`."""
+    """The current mode, as in `build_progress`."""
     return "quiet" if is_muted() else _mode.get()
 
 
@@ -57,9 +57,7 @@ class Work:
         self.num_done += num
         if is_muted() or _mode.get() in ("json", "quiet"):
             return
-        if _board.is_open or draws_bars(
-            _mode.get()
-        ):  # an open screen replaces standard output, which is checked otherwise
+        if _board.is_open or draws_bars(_mode.get()):  # an open screen replaces standard output
             _board.draw_if_old()
         elif self.num_done < self.total and self.num_done * _NUM_LINES >= self._next_line * self.total:
             self._next_line = self.num_done * _NUM_LINES // self.total + 1
@@ -108,7 +106,7 @@ def tracked(items: Iterable[T], name: str, total: int | None = None) -> Iterator
 
 
 class _Board:
-    """All work that is being done, in one frame. It is opened only for work that takes longer than a moment."""
+    """All current work, in one frame. It is opened only for work that takes longer than a moment."""
 
     def __init__(self) -> None:
         self._works: list[Work] = []
@@ -144,7 +142,7 @@ class _Board:
             atexit.register(self.close)  # restores the cursor of the terminal if the process dies
         else:
             self._screen.show(self._frame())
-        # from the end of drawing, so a slow terminal never takes most of the time
+        # measured from the end of drawing, so that a slow terminal never takes most of the time
         self._next_frame = time.monotonic() + SECONDS_BETWEEN_FRAMES
 
     def _frame(self) -> Any:

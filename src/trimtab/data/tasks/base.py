@@ -1,7 +1,7 @@
 """The base class of tasks: rows to token examples, examples to batches, the model's head, and metrics.
 
 A task is built once from the training rows (`build.build_task`) and bound to a tokenizer. The rest of the program uses
-it through the methods of `Task` alone.
+only the methods of `Task`.
 """
 
 from collections.abc import Sequence

@@ -1,8 +1,8 @@
 """Render conversations with a chat template, and find the characters of the answers in the text.
 
-Three methods, the first that succeeds: the marks of the template itself (`{% generation %}`); what the template appends
-to the prompt that it writes for generation; and, for templates that write an answer differently once more turns follow,
-the position of a placeholder. Each result is checked against the text that is trained on.
+Three methods are tried in this order: the marks of the template itself (`{% generation %}`); the text that the template
+appends to its generation prompt; and, for templates that write an answer differently if more turns follow, the position
+of a placeholder. Each result is checked against the training text.
 """
 
 import os.path
@@ -62,7 +62,7 @@ class Renderer:
         self._tokenizer = tokenizer
         self._template = tokenizer.get_chat_template()
         self._has_marks = _GENERATION_MARK.search(self._template) is not None
-        self._tools: list[Any] | None = None  # of the conversation that is being rendered
+        self._tools: list[Any] | None = None  # tools of the current conversation
         added = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
         special = sorted({*added, *tokenizer.all_special_tokens}, key=len, reverse=True)
         any_special = "|".join(map(re.escape, special)) or "(?!)"
@@ -96,7 +96,7 @@ class Renderer:
         return Rendered(text, ended, all(self._special_last.search(text[start:end]) for start, end in ended))
 
     def _require_tools_written(self, messages: list[Message]) -> None:
-        """Reject conversations of which the template silently drops tool calls: the model would learn empty answers."""
+        """Reject conversations whose tool calls the template silently drops: the model would learn empty answers."""
         for index, message in enumerate(messages):
             role = message["role"]
             others = [_without_call(message, number) for number in range(_num_calls(message))]
@@ -119,7 +119,7 @@ class Renderer:
         """Whether the text is the same with another message at this index."""
         try:
             changed = self._rendered_parts(_replace(messages, index, other), answers_only=other["role"] == "assistant")
-        except BadMessages:  # the template reads what was changed
+        except BadMessages:  # the template reads the changed value
             return False
         return changed == self._rendered_parts(messages, answers_only=other["role"] == "assistant")
 
@@ -187,7 +187,7 @@ class Renderer:
     def _by_placeholders(self, messages: list[Message], text: str) -> Spans:
         """Return the positions of placeholders that replace the answers; empty if they change other text too.
 
-        Answers with tool calls are what the template does not write without them.
+        For answers with tool calls, the span is the text that the template omits without them.
         """
         with_calls = [self._answer_with_calls(messages, i, text) for i, m in enumerate(messages) if _num_calls(m)]
         is_plain = [message["role"] == "assistant" and not _num_calls(message) for message in messages]

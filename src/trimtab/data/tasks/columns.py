@@ -8,7 +8,7 @@ from typing import Any
 from trimtab.data.rows import Rows
 from trimtab.errors import DataError
 
-# `find` takes either of the first two names of a table; of the others, exactly one must be among the columns.
+# `find` accepts either of the first two names of a table; of the other names, exactly one must be among the columns.
 TEXT_NAMES = (
     *("text", "sentence", "review", "content", "document", "comment", "tweet", "utterance", "question", "query"),
     *("message", "body", "snippet", "description", "headline", "title", "article", "post", "prompt", "input"),

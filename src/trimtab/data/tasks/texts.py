@@ -78,7 +78,7 @@ def choose_text(
     Args:
         rows: The training rows.
         named: Value of data.text.
-        notes: Gets a log line about a guess.
+        notes: A log line about a guess is appended to it.
         besides: Columns with another role.
         pairs: Whether two columns may form sentence pairs.
 

@@ -1,4 +1,4 @@
-"""Texts to token ids, in calls of bounded size: a fast tokenizer works in parallel within a call."""
+"""Convert texts to token ids, in calls of bounded size: a fast tokenizer works in parallel within a call."""
 
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -68,9 +68,9 @@ def tokenize(
         tokenizer: A tokenizer of transformers.
         texts: The texts, or the first texts of pairs.
         pairs: The second texts.
-        max_length: Truncate to this number of tokens, special tokens included; of a pair the longer text is
+        max_length: Truncate to this number of tokens, including special tokens; in a pair, the longer text is
             truncated. None truncates nothing.
-        as_target: Tokenize as targets of a sequence-to-sequence model.
+        as_target: Whether to tokenize as targets of a sequence-to-sequence model.
 
     Raises:
         DataError: If `max_length` leaves no room for text besides the special tokens.
@@ -129,7 +129,7 @@ def _room_for_text(tokenizer: Any, max_length: int, *, pair: bool) -> int:
 def call_batches(items: Iterable[Item], num_characters: Callable[[Item], int]) -> Iterator[list[Item]]:
     """Group items into tokenizer calls of at most `ROWS_PER_CALL` items and about `CHARACTERS_PER_CALL` characters.
 
-    A fast tokenizer keeps all tokens of all texts of a call in memory, also those that it truncates.
+    A fast tokenizer keeps all tokens of all texts of a call in memory, including those that it truncates.
     """
     batch: list[Item] = []
     total = 0
@@ -145,7 +145,7 @@ def call_batches(items: Iterable[Item], num_characters: Callable[[Item], int]) -
 
 
 def _were_truncated(encoding: Any, max_length: int) -> list[bool]:
-    """Fast tokenizers return the overflow; for slow ones, a row of full length counts as truncated."""
+    """Whether each text was truncated: fast tokenizers return the overflow; for slow ones, a full-length row counts."""
     if encoding.encodings:
         return [bool(row.overflowing) for row in encoding.encodings]
     return [len(ids) >= max_length for ids in encoding["input_ids"]]

@@ -1,7 +1,7 @@
 """The thread that sends the reports of this rank through the store and reads those of the other ranks.
 
-It calls nothing that waits for another rank, but it may block all the same: while the host of the store is stopped or
-unreachable every call blocks, whatever timeout was set. So each wait for this thread has a limit, and another thread
+It calls nothing that waits for another rank, but it may still block: while the host of the store is stopped or
+unreachable, every call blocks, whatever timeout was set. So each wait for this thread has a limit, and another thread
 evaluates the reports.
 """
 
@@ -22,12 +22,12 @@ MAX_CHECKED = 64  # keys checked one by one per interval, while some ranks have 
 
 
 class ReportExchange:
-    """Exchanges reports with the other ranks.
+    """Exchange reports with the other ranks.
 
     Args:
         store: Key-value store that all ranks are connected to.
-        peers: Takes the reports of the other ranks.
-        make_report: Makes the report of this rank from its number; called by the thread.
+        peers: Receives the reports of the other ranks.
+        make_report: Creates the report of this rank from the report's number; called by the thread.
     """
 
     def __init__(self, store: "Store", peers: Peers, make_report: Callable[[int], Report]) -> None:
@@ -48,7 +48,7 @@ class ReportExchange:
         self.thread.join(timeout_s)
 
     def report_now(self, timeout_s: float) -> None:
-        """Report before the interval is over, and wait for that at most `timeout_s`."""
+        """Report before the interval is over, and wait at most `timeout_s` for it."""
         if self.thread.is_alive():
             sent = threading.Event()
             self._requests.put(sent)
@@ -57,7 +57,7 @@ class ReportExchange:
     def _run(self) -> None:
         try:
             self._exchange()
-        except Exception as error:  # of any type: without the store there is nothing left to do
+        except Exception as error:  # an exception of any type: without the store there is nothing left to do
             with self._peers.lock:
                 self._peers.store_error = f"{type(error).__name__}: {error}".partition("\n")[0]
 
@@ -73,13 +73,13 @@ class ReportExchange:
             if is_last:
                 return
             have_all = len(self._reported) == len(self._peers.all)
-            # Reading costs n² · 0.5 KB for n ranks, so it is rare until a wait lasts, but often enough that something
-            # is known of each rank if the store is lost.
+            # Reading costs n² · 0.5 KB for n ranks, so it is rare until a wait lasts, but frequent enough that
+            # something is known about each rank if the store is lost.
             if self._peers.waited_s > 0 or self.is_urgent or beat % NUM_BEATS_UNREAD == 1 or not have_all:
                 self._read()
             elif self._store.check([self._key]):  # `set` is not acknowledged: this shows that the store answers
                 self._receive({})
-            # More often until each rank has been seen once: then also one that is lost right away can be named.
+            # More often until each rank has been seen once, so that a rank that is lost right away can also be named.
             interval_s = self._peers.timeouts.interval_s
             due_s = time.monotonic() + interval_s * (1.0 if have_all or beat > 100 else 0.1)
             if request is not None:

@@ -1,10 +1,10 @@
-"""Monitors the other ranks: each reports what it does, and none waits for one that is lost.
+"""Monitor the other ranks: each rank reports what it does, and none waits for a lost rank.
 
 A daemon thread exchanges reports and may block in the store (`ReportExchange`). A second one, `_watch`, measures time,
 applies `rules` and never blocks. The main thread only sets attributes.
 
-While a collective runs, the main thread is in C++ and cannot be interrupted, so `_watch` ends the process. Where an
-exception can be raised (in `meet`, or after the collective itself has raised) it is a `PeerError`.
+While a collective runs, the main thread is in C++ and cannot be interrupted, so `_watch` ends the process. If an
+exception can be raised (in `meet`, or after the collective itself has raised), it is a `PeerError`.
 """
 
 import atexit
@@ -38,7 +38,7 @@ class Monitor:
     """The monitor of a run of one process, which does nothing."""
 
     def did(self, what: str) -> None:
-        """Note the progress of this rank, such as "step 12: forward"."""
+        """Record the progress of this rank, such as "step 12: forward"."""
 
     def waiting(self, operation: str) -> AbstractContextManager[None]:
         """A context for a collective, in which this rank waits for all others.
@@ -60,7 +60,7 @@ class Monitor:
         """
 
     def explain(self, error: BaseException) -> PeerError:
-        """Return the error that names the rank because of which a collective has failed.
+        """Return an error that names the rank that made a collective fail.
 
         Args:
             error: What the collective raised.
@@ -69,27 +69,27 @@ class Monitor:
 
 
 class _State(NamedTuple):
-    """What the main thread does. One object, because other threads have to see a consistent state."""
+    """What the main thread is doing. It is one object, so that other threads see a consistent state."""
 
     kind: Kind = ""
     operation: str = ""
-    number: int = 0  # of the collective
-    num_collectives: int = 0  # entered so far
+    number: int = 0  # name of the collective
+    num_collectives: int = 0  # number of collectives entered so far
     can_raise: bool = False
 
 
 class PeerMonitor(Monitor):
-    """The monitor of one rank of several. It ends the process if it waits for a rank that is lost.
+    """The monitor of one rank of several. It ends the process if it waits for a lost rank.
 
-    `did`, `waiting`, `long` and `meet` belong to the main thread.
+    Only the main thread calls `did`, `waiting`, `long` and `meet`.
 
     Args:
-        store: Key-value store of all ranks, with a prefix and a connection of its own: on a shared connection a call
-            that waits would silence this rank.
-        rank: Of this process.
+        store: Key-value store of all ranks, with a separate prefix and connection: on a shared connection, a waiting
+            call would silence this rank.
+        rank: Rank of this process.
         num_processes: World size.
-        timeouts: How long to wait. The environment variable TRIMTAB_PATIENCE ("1h") overrides that for a busy rank,
-            and that for an idle one if it is longer.
+        timeouts: How long to wait. The environment variable TRIMTAB_PATIENCE ("1h") overrides the timeout for a busy
+            rank, and the one for an idle rank if it is longer.
 
     Raises:
         RecipeError: TRIMTAB_PATIENCE is not a duration.
@@ -108,7 +108,7 @@ class PeerMonitor(Monitor):
         # Set by the main thread.
         self._pid = 0
         self._started = 0
-        self._thread = 0  # that of the loop, which need not be Python's main thread
+        self._thread = 0  # the thread of the loop, which need not be Python's main thread
         self._state = _State()
         self._progress = ""
         self._num_progress = 0
@@ -158,7 +158,7 @@ class PeerMonitor(Monitor):
         atexit.unregister(self.stop)
 
     def did(self, what: str) -> None:
-        """Note the progress of this rank."""
+        """Record the progress of this rank."""
         self._progress = what
         self._num_progress += 1
 
@@ -171,7 +171,7 @@ class PeerMonitor(Monitor):
         try:
             yield
         except BaseException:
-            self._state = outer  # not counted: a second try has the number that it has on the other ranks
+            self._state = outer  # not counted: a second attempt must have the same number as on the other ranks
             raise
         self._state = outer._replace(num_collectives=self._state.num_collectives)
 
@@ -198,7 +198,7 @@ class PeerMonitor(Monitor):
             raise PeerError(problem)
 
     def explain(self, error: BaseException) -> PeerError:
-        """Return the error that names the lost rank, after at most a few seconds in which reports may arrive."""
+        """Return the error that names the lost rank, after waiting at most a few seconds for reports."""
         if isinstance(error, PeerError):
             return error
         self._is_explaining = self._exchange.is_urgent = True
@@ -206,10 +206,10 @@ class PeerMonitor(Monitor):
         cause: str | None = None
         while cause is None and (passed_s := time.monotonic() - began_s) < EXPLAIN_S:
             with self._peers.lock:
-                self._peers.look_up()  # before the exchange, which brings the last reports of the ranks that are gone
+                self._peers.look_up()  # before the exchange, which delivers the last reports of the lost ranks
             self._exchange.report_now(0.5)
             with self._peers.lock:
-                # One that exited may have done so because of a third one, which shows a moment later.
+                # A rank that exited may have done so because of a third one, which becomes visible a moment later.
                 cause = rules.find_departed(self._peers, None, count_exited=passed_s >= EXPLAIN_S / 2)
             if cause is None:
                 time.sleep(0.1)
@@ -241,7 +241,7 @@ class PeerMonitor(Monitor):
         self._end = end
 
     def _wait_in_store(self, operation: str) -> str:
-        """Announce this rank and poll until all have come; return what is wrong, if anything is."""
+        """Announce this rank and poll until all ranks have arrived; return the problem, if any."""
         self._num_barriers += 1
         number = self._num_barriers
         keys = [f"barrier/{number}/{rank}" for rank in range(self._num_processes)]
@@ -316,14 +316,14 @@ class PeerMonitor(Monitor):
             self._stack, self._in_debugger = describe_stack(self._thread)
 
     def _handle(self, state: _State, fault: str, now_s: float) -> None:
-        """Let `meet` raise, or end this process: also if `meet` itself is stuck in the store."""
+        """Make `meet` raise, or end this process, even if `meet` itself is stuck in the store."""
         if state.can_raise and not self._barrier_fault:
             self._barrier_fault, self._barrier_fault_s = fault, now_s
         elif not state.can_raise or now_s > self._barrier_fault_s + LAST_REPORT_S:
             self._abort(state.operation, fault)
 
     def _abort(self, operation: str, fault: str) -> None:
-        """Write the fault to stderr and end this process, also if a stream is blocked."""
+        """Write the fault to stderr and end this process, even if a stream is blocked."""
         self._set_end("failed", PeerError(fault))
 
         def write() -> None:
@@ -355,5 +355,5 @@ def _first_line(error: BaseException) -> str:
 
 
 def _first_sentence(error: BaseException) -> str:
-    """Without the location in the C++ source with which messages of gloo start."""
+    """Remove the location in the C++ source with which messages of gloo start."""
     return re.split(r"\. |\n", re.sub(r"^\[\S*\] ", "", str(error)), maxsplit=1)[0][:MAX_REASON]

@@ -1,4 +1,4 @@
-"""What this rank knows of the other ranks: their reports, how old these are, and their processes on this host.
+"""What this rank knows about the other ranks: their reports, how old these are, and their processes on this host.
 
 The caller passes in the time, without the time in which this process itself did not run. `rules` draws the conclusions.
 """
@@ -10,17 +10,17 @@ from typing import Literal, NamedTuple
 
 from trimtab.distributed.health.process_activity import Activity, find_process
 
-Kind = Literal["", "collective", "long"]  # what the main thread is in; "": neither
+Kind = Literal["", "collective", "long"]  # what the main thread is in; "" if neither
 End = Literal["", "failed", "exited"]
 Liveness = Literal["unknown", "alive", "traced", "stopped", "gone"]  # "traced": stopped by a debugger
 
 
 class Timeouts(NamedTuple):
-    """How long to wait before a rank counts as lost."""
+    """How long to wait before a rank is considered lost."""
 
-    lost_s: float = 10.0  # a rank whose process is stopped; 2.5 times that if it is silent on another host
+    lost_s: float = 10.0  # a rank whose process is stopped; 2.5 times as long if it is silent on another host
     idle_s: float = 18.0  # a rank that is alive and idle
-    busy_s: float = 600.0  # a rank that works, and does not enter the collective
+    busy_s: float = 600.0  # a rank that is busy, and does not enter the collective
 
     @property
     def interval_s(self) -> float:
@@ -32,29 +32,29 @@ class Wait(NamedTuple):
     """The collective in which this rank waits."""
 
     operation: str
-    number: int  # collectives that this rank has entered, this one included
+    number: int  # number of collectives that this rank has entered, including this one
 
 
 @dataclass(frozen=True)
 class Report:
     """What a rank sends to the others, once per interval."""
 
-    beat: int = 0  # number of the report; 0: none received yet
+    beat: int = 0  # number of the report; 0 if none was received yet
     host: str = ""
     pid: int = 0
     pid_namespace: str = ""
     started: int = 0  # see `Process`
     kind: Kind = ""
     operation: str = ""  # name of the collective or of the long operation
-    number: int = 0  # of the collective
-    num_collectives: int = 0  # entered so far
+    number: int = 0  # name of the collective
+    num_collectives: int = 0  # number of collectives entered so far
     progress: str = ""  # such as "step 12: forward"
     idle_s: float = 0.0
-    stack: str = ""  # of the main thread, while it is idle
+    stack: str = ""  # stack of the main thread, while it is idle
     in_debugger: bool = False
     end: End = ""
-    reason: str = ""  # of a failure
-    by_peer: bool = False  # it failed because another rank did
+    reason: str = ""  # message of a failure
+    by_peer: bool = False  # whether it failed because another rank did
 
     def to_json(self) -> str:
         """Serialize."""
@@ -74,12 +74,13 @@ class Peer:
     rank: int
     report: Report = Report()
     silent_s: float = 0.0  # the store answered, without a new report
-    unchanged_s: float = 0.0  # between the first and the last report from the same operation
-    num_unchanged: int = 0  # reports from that operation
+    unchanged_s: float = 0.0  # seconds between the first and the last report from the same operation
+    num_unchanged: int = 0  # number of reports from that operation
     missing_s: float = 0.0  # this rank waits in a collective that the peer has not entered
     liveness: Liveness = "unknown"
     liveness_s: float = 0.0
-    activity: Activity | None = field(default=None, repr=False)  # while it is silent and on this host
+    # state of its process, while it is silent and on this host
+    activity: Activity | None = field(default=None, repr=False)
 
     def receive(self, report: Report) -> None:
         """Take a report, if it is new."""
@@ -134,7 +135,7 @@ class Peer:
 
     @property
     def last(self) -> str:
-        """The last that is known of it."""
+        """The last that is known about it."""
         if not self.report.beat:
             return "it never reported"
         now = {"": "", "collective": ", now in ", "long": ", now in the long operation "}[self.report.kind]
@@ -145,10 +146,10 @@ class Peers:
     """All other ranks. Two threads use it: hold `lock` around each call.
 
     Args:
-        rank: Of this process.
+        rank: Rank of this process.
         num_processes: World size.
         timeouts: How long to wait.
-        pid_namespace: Of this process.
+        pid_namespace: The pid namespace of this process.
     """
 
     def __init__(self, rank: int, num_processes: int, timeouts: Timeouts, pid_namespace: str = "") -> None:
@@ -161,10 +162,10 @@ class Peers:
         self.store_error = ""
         self.wait: Wait | None = None
         self.waited_s = 0.0
-        self.all_idle_s = 0.0  # this rank waits, and every rank that is outside of a collective is idle
+        self.all_idle_s = 0.0  # this rank waits, and every rank outside a collective is idle
 
     def receive(self, reports: dict[int, Report]) -> None:
-        """The store has answered, with these reports by rank."""
+        """Record that the store has answered, with these reports by rank."""
         self.store_silent_s = 0.0
         for peer in self.all:
             if peer.rank in reports:
@@ -179,7 +180,7 @@ class Peers:
             peer.look_up(seconds, self.pid_namespace)
 
     def pass_time(self, seconds: float, wait: Wait | None) -> None:
-        """Add `seconds` in which this process ran. `wait` is the same object for as long as the wait lasts."""
+        """Add `seconds` in which this process ran. `wait` is the same object for the whole wait."""
         self.store_silent_s += seconds
         if self.store_answers:
             for peer in self.all:
@@ -205,7 +206,7 @@ class Peers:
         return not self.store_error and self.store_silent_s <= 4 * self.timeouts.interval_s
 
     def is_fresh(self, peer: Peer) -> bool:
-        """Whether its report shows what it does now."""
+        """Whether its report shows its current activity."""
         return self.store_answers and peer.report.beat > 0 and peer.silent_s <= 4 * self.timeouts.interval_s
 
     def idle_s(self, peer: Peer) -> float:
@@ -215,7 +216,7 @@ class Peers:
         return peer.activity.idle_s if peer.activity else 0.0
 
     def _is_working(self, peer: Peer) -> bool:
-        """Whether it works outside of a collective; idle ranks may wait for it by means that are not seen here."""
+        """Whether it is working outside a collective; idle ranks may wait for it in ways that are not visible here."""
         if peer.in_collective or peer.has_ended:
             return False
         is_watched = self.is_fresh(peer) or peer.activity is not None

@@ -1,7 +1,7 @@
 """The state and activity of a process, read from /proc, and the stack of a thread of this one.
 
-Without /proc (not Linux) nothing is known of other processes and this one always counts as active: a false "it hangs"
-ends a run, a missing one only delays an error until the timeout.
+Without /proc (not on Linux) nothing is known about other processes, and this one always counts as active: wrongly
+reporting a hang ends a run, whereas missing one only delays an error until the timeout.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ ACTIVE_CPU_SHARE = 0.03
 ACTIVE_BYTES_PER_S = 16 * 1024
 ACTIVE_PAGE_FAULTS_PER_S = 5
 NUM_FRAMES = 5
-DEBUGGER_FILES = {"pdb.py", "bdb.py"}  # IPython's and other debuggers are built on them
+DEBUGGER_FILES = {"pdb.py", "bdb.py"}  # modules of debuggers; IPython's and others are built on them
 
 _Counters = tuple[float, int, int]  # CPU seconds, bytes read and written, major page faults, since the process started
 
@@ -27,7 +27,7 @@ class Process(NamedTuple):
 
     state: str  # R running, S sleeping, D waiting for a disk, T stopped, t stopped by a debugger, Z and X dead
     cpu_s: float
-    num_page_faults: int  # major ones, which read from a disk
+    num_page_faults: int  # major page faults, which read from a disk
     started: int  # clock ticks since boot; with the pid it identifies a process uniquely
 
 
@@ -46,7 +46,7 @@ def find_process(pid: int) -> Process | None:
 def find_pid_namespace() -> str:
     """Identify the pid namespace: equal for two processes that can look up each other's pid; "" if it is unknown.
 
-    The host name does not do: containers on one host may share it and still have their own pids.
+    The host name is not enough: containers on one host may share it and still have separate pids.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -60,7 +60,7 @@ class Activity:
 
     Args:
         pid: The process.
-        ignored_thread: Native id of a thread whose bytes do not count: the one that sends reports.
+        ignored_thread: Native id of a thread whose bytes are not counted: the one that sends reports.
     """
 
     def __init__(self, pid: int, ignored_thread: int | None = None) -> None:

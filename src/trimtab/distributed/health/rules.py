@@ -1,15 +1,17 @@
 """The rules by which a rank that waits in a collective concludes that another rank is lost, and the messages.
 
-A false alarm ends a run, so each rule relies on what has no other explanation:
+A false alarm ends a run, so each rule relies on evidence that has no other explanation:
 
 - Clocks of two hosts are never compared. Durations are measured where they happen, without the time in which this
-  process did not run (stopped, swapped out, a suspended machine): nothing counts as lost right after a wake-up.
+  process did not run (stopped, swapped out, a suspended machine): no rank counts as lost right after a wake-up.
 - A silent rank may be alive: a C function that holds the GIL silences it for as long as it runs. On this host its
   process is looked up. On another host silence counts only after `_REMOTE` times as long.
-- A report may be a second old. A rank in another collective counts only after several reports in a row from there, and
-  if it has entered as many collectives as this rank: with fewer it may be finishing one that this rank has left.
+- A report may be a second old. A rank in another collective counts as lost only after several consecutive reports from
+  there, and if it has entered as many collectives as this rank: with fewer it may be finishing one that this rank has
+  left.
 - A rank that has entered and left this collective is not the missing one, even if it has exited since.
-- An idle rank may wait for a third one that works, by means that are not seen here. It hangs only if all are idle.
+- An idle rank may wait for a third rank that is working, in ways that are not visible here. It hangs only if all are
+  idle.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,10 +25,10 @@ DEADLOCK = (
 )
 _CURE = f"\n  cure: if it only needs more time, set {PATIENCE_VARIABLE}=1h for every process"
 # In multiples of `Timeouts.lost_s`.
-_GRACE = 0.3  # after a rank is gone, for a collective that is about to end, or to raise by itself
+_GRACE = 0.3  # time after a rank is lost, for a collective that is about to end or to raise by itself
 _MISMATCH = 0.5  # for two ranks in different collectives
 _REMOTE = 2.5  # for the silence of a rank on another host, or of the store
-_NUM_REPORTS = 3  # from the same operation, before it counts as lasting
+_NUM_REPORTS = 3  # reports from the same operation, before it counts as lasting
 _NUM_NAMED = 4  # ranks in one message
 
 
@@ -34,7 +36,7 @@ def find_fault(peers: Peers, *, can_raise: bool = False) -> str | None:
     """Return why the wait of this rank cannot end, or None as long as it still may.
 
     Args:
-        peers: What is known of the other ranks.
+        peers: What is known about the other ranks.
         can_raise: Whether an exception can end this wait. If not, a certain fault is held back for a moment: an error
             raised by the collective itself is better than the end of the process.
     """
@@ -51,18 +53,18 @@ def find_fault(peers: Peers, *, can_raise: bool = False) -> str | None:
 
 
 def find_departed(peers: Peers, wait: Wait | None, *, count_exited: bool = True) -> str | None:
-    """Name the ranks that failed, are gone, or exited.
+    """Name the ranks that failed, disappeared or exited.
 
     Args:
-        peers: What is known of the other ranks.
+        peers: What is known about the other ranks.
         wait: The collective in which they are missing; None after a collective has failed, which is proof enough.
-        count_exited: Include ranks that exited without an error.
+        count_exited: Whether to include ranks that exited without an error.
     """
     failed = [peer for peer in peers.all if peer.report.end == "failed" and not peer.report.by_peer]
     if failed:
         return _each(failed, lambda peer: f"rank {peer.rank} failed: {peer.report.reason}; {peer.last}")
-    # The last report of a rank that is gone may still be on its way, or stuck in a store that does not answer: then
-    # the store is the cause.
+    # The last report of a lost rank may still be in transit, or stuck in a store that does not answer: then the store
+    # is the cause.
     grace_s = (_GRACE if peers.store_answers or peers.store_error else _REMOTE) * peers.timeouts.lost_s
     grace_s = 0.0 if wait is None else grace_s
     gone = [peer for peer in peers.all if peer.liveness == "gone" and not peer.has_ended and peer.liveness_s >= grace_s]
@@ -82,7 +84,7 @@ def find_secondary_failure(peers: Peers) -> str | None:
 
 
 def find_silent(peers: Peers, seconds: float) -> str | None:
-    """Name the ranks without a report for that long, or the store if it does not answer."""
+    """Name the ranks without a report for this long, or the store if it does not answer."""
     if not peers.store_answers:
         return _store_text(peers)
     return _each([peer for peer in peers.all if peer.silent_s >= seconds and not peer.has_ended], _silent_text)
@@ -94,7 +96,7 @@ def _stopped(peers: Peers, wait: Wait) -> str | None:
 
 
 def _silent(peers: Peers, wait: Wait) -> str | None:
-    """Ranks on other hosts: their processes cannot be looked up."""
+    """Name silent ranks on other hosts, whose processes cannot be looked up."""
     timeouts = peers.timeouts
 
     def is_lost(peer: Peer) -> bool:
@@ -105,7 +107,7 @@ def _silent(peers: Peers, wait: Wait) -> str | None:
 
 
 def _in_other_collective(peers: Peers, wait: Wait) -> str | None:
-    """Ranks that wait for this one in another collective."""
+    """Name ranks that wait for this one in another collective."""
     all_wait = all(peer.in_collective for peer in peers.all)
 
     def is_elsewhere(peer: Peer) -> bool:
@@ -175,6 +177,6 @@ def _silent_text(peer: Peer) -> str:
 
 
 def _each(peers: Sequence[Peer], text: Callable[[Peer], str]) -> str | None:
-    """One line per rank, or None without any."""
+    """Return one line per rank, or None without any."""
     more = f"; and {len(peers) - _NUM_NAMED} more" if len(peers) > _NUM_NAMED else ""
     return "\n".join(text(peer) for peer in peers[:_NUM_NAMED]) + more if peers else None

@@ -1,4 +1,4 @@
-"""Plans a launch: settings and a target become one torchrun command, after all checks. `run` executes it."""
+"""Plan a launch: turn settings and a target into one torchrun command, after all checks. `run` executes it."""
 
 import os
 import secrets
@@ -22,10 +22,10 @@ _MAX_MAPPED_RANKS = 10  # torchrun's --redirects accepts local ranks of one digi
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """What will be started.
+    """The processes to start.
 
     Args:
-        settings: Resolved, with their origins.
+        settings: The resolved settings, with their origins.
         torchrun: Arguments of torchrun.
         environment: Variables to add to the environment of the processes.
         log_folder: Folder of this launch for the output of ranks above 0.
@@ -81,7 +81,7 @@ def plan_launch(
 
 
 def _resolve_target(target: str, arguments: list[str], module: bool) -> tuple[list[str], list[str]]:
-    """Return the arguments of torchrun that name the target, and what is wrong with it."""
+    """Return the arguments of torchrun that name the target, and the problem with it, if any."""
     problems = []
     words = [argument.replace("$", "$$") for argument in arguments]  # torchrun reads $ as the start of a placeholder
     path = Path(target)
@@ -123,7 +123,7 @@ def _rendezvous_options(settings: Settings, token: str) -> list[str]:
     options = ["--nnodes", str(settings.num_hosts), "--nproc-per-node", str(settings.processes)]
     options += ["--max-restarts", str(settings.max_restarts)]
     if settings.num_hosts == 1 and settings.port is None and settings.address is None:
-        # Port 0: torchrun takes a free one. localhost, because a host may not be able to resolve its own name.
+        # Port 0: torchrun chooses a free one. localhost, because a host may not be able to resolve its own name.
         endpoint = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--local-addr", "localhost"]
         return [*options, *endpoint, "--rdzv-id", token]
     # The static backend puts rank 0 on the first host, where the user expects its files.
@@ -136,7 +136,7 @@ def _rendezvous_options(settings: Settings, token: str) -> list[str]:
 
 
 def _output_options(settings: Settings) -> list[str]:
-    """Rank 0 prints to the terminal, the other ranks to files (3: stdout and stderr)."""
+    """Let rank 0 print to the terminal, and the other ranks to files (3: stdout and stderr)."""
     if settings.host_index > 0:
         return ["--redirects", "3"]
     if settings.processes <= _MAX_MAPPED_RANKS:

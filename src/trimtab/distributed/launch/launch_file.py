@@ -14,8 +14,8 @@ from trimtab.recipe.yaml_text import as_yaml, read_yaml
 
 DEFAULT_FILE = Path("launch.yaml")  # read without --config if it is in the current folder
 DEFAULT_LOG_DIR = "runs/logs"
-DEFAULT_PORT = 29500  # for several hosts, which have to agree on one; on one host torchrun takes a free port
-QUESTIONS = ("processes", "hosts")  # that `trimtab config` asks
+DEFAULT_PORT = 29500  # for several hosts, which have to agree on one; on one host torchrun chooses a free port
+QUESTIONS = ("processes", "hosts")  # keys that `trimtab config` asks for
 Ask = Callable[[str, str, str], str]
 _LAST_PORT = 65535
 _HOST = r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9])?|\[?[0-9a-fA-F:]*:[0-9a-fA-F:.]*\]?"
@@ -29,7 +29,7 @@ class Key:
         allowed: Description of its values.
         is_valid: Whether a value is one of them.
         meaning: Comment in the launch file.
-        example: Value in the launch file where it is commented out.
+        example: Value in the launch file if it is commented out.
     """
 
     allowed: str
@@ -128,7 +128,7 @@ def read_launch_file(path: Path | None) -> LaunchFile:
     """Read a launch file. Mistakes in it are collected, not raised: `plan_launch` reports all problems at once.
 
     Args:
-        path: The file; None: launch.yaml in the current folder, if it exists.
+        path: The file; None uses launch.yaml in the current folder, if it exists.
 
     Raises:
         RecipeError: The file does not exist, or is not YAML.
@@ -161,7 +161,7 @@ def read_launch_file(path: Path | None) -> LaunchFile:
 
 
 def check_value(name: str, value: Any) -> str:
-    """Return what is wrong with a value, or "". None is a value that was not given."""
+    """Return what is wrong with a value, or "". None means that the value was not given."""
     key = KEYS[name]
     return "" if value is None or key.is_valid(value) else f"found {as_yaml(value)}; allowed: {key.allowed}"
 

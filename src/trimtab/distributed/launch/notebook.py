@@ -1,7 +1,7 @@
-"""`trimtab.launch`: calls a function on several processes, from a notebook or a script, and returns the results.
+"""`trimtab.launch`: call a function on several processes, from a notebook or a script, and return the results.
 
-torchrun starts new processes, never forks: CUDA and OpenMP may be in use here. The function is serialized with dill, so
-it may be defined in a notebook cell; `notebook_worker` runs in the new processes.
+torchrun starts new processes and never forks, because CUDA and OpenMP may be in use here. The function is serialized
+with dill, so it may be defined in a notebook cell; `notebook_worker` runs in the new processes.
 """
 
 import io
@@ -45,24 +45,28 @@ def launch(
 ) -> list[Any]:
     """Call a function on several processes of this host.
 
-    The output of rank 0 is shown here; that of the other ranks goes to files.
+    The output of rank 0 is shown here; the output of the other ranks is written to files.
 
     Args:
         fn: The function; it may be defined in a notebook cell or a script. It should create its own model, data and
-            `Engine`: objects it uses from outside are copied to each process.
+            `Engine`: objects that it uses from outside are copied to each process.
         args: Its arguments.
         kwargs: Its keyword arguments.
         processes: Number of processes.
         cpu: Whether to ignore GPUs.
-        port: Port of the rendezvous; None for a free one.
+        port: Port of the rendezvous; None uses a free one.
         log_dir: Folder for the output of ranks above 0; runs/logs by default.
 
     Returns:
         The return value of each process, in rank order.
 
     Raises:
-        PeerError: The function failed on a rank; with its traceback.
-        RecipeError: Nothing can be started: too many processes, a port that is taken, a function that cannot be copied.
+        PeerError: The function failed on a rank; the message contains its traceback.
+        RecipeError: The processes cannot be started: too many processes, a port in use, or a function that cannot be
+            copied.
+
+    Example:
+        results = launch(train, args=(3,), processes=2)
     """
     place = read_rank_info()
     if place.num_processes > 1:
@@ -74,11 +78,11 @@ def launch(
         raise RecipeError(
             f"launch takes a function, found {fn!r}", "call trimtab.launch(train, args=(…,), processes=2)"
         )
-    # num_hosts=1: a scheduler's hosts are not meant for this function, nor is a launch file.
+    # num_hosts=1: ignore the hosts of a scheduler and launch files, which are not meant for this function.
     options = {"processes": processes, "num_hosts": 1, "port": port, "log_dir": log_dir, "cpu": cpu or None}
     with tempfile.TemporaryDirectory(prefix="trimtab-launch-") as name:
         folder = Path(name)
-        plan_worker(folder, options)  # for its checks: only here they can raise
+        plan_worker(folder, options)  # for its checks: only here can they raise
         (folder / CALL).write_bytes(_packed(fn, tuple(args), dict(kwargs or {})))
         code, last_lines = _run([sys.executable, "-m", WORKER, name, json.dumps(options)])
         return _results(folder, processes, code, last_lines)
@@ -124,8 +128,8 @@ def _dill_bytes(value: Any) -> bytes:
 
 
 def _run(command: list[str]) -> tuple[int, list[str]]:
-    """Run the launcher and copy its output to sys.stdout: in a notebook, a child's own output misses the cell."""
-    home = str(Path(trimtab.__file__).parents[1])  # the package may have been found through a change of sys.path
+    """Run the launcher and copy its output to sys.stdout: a child's own output would not appear in a notebook cell."""
+    home = str(Path(trimtab.__file__).parents[1])  # the package may have been found through a changed sys.path
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [home, os.environ.get("PYTHONPATH")]))}
     lines: list[str] = []
     process = subprocess.Popen(
@@ -161,7 +165,7 @@ def _results(folder: Path, processes: int, code: int, last_lines: list[str]) -> 
     errors = [
         (path.stat().st_mtime_ns, rank) for rank in range(processes) if (path := folder / ERROR.format(rank)).exists()
     ]
-    if errors:  # the first is the cause
+    if errors:  # the first failure is the cause
         rank = min(errors)[1]
         raise PeerError(f"rank {rank} failed: {(folder / ERROR.format(rank)).read_text(encoding='utf-8')}")
     if code != 0:

@@ -34,7 +34,7 @@ def call(folder: Path, rank: int) -> None:
 
     Args:
         folder: Folder of the call and the results.
-        rank: Of this process.
+        rank: Rank of this process.
     """
     import dill
 
@@ -84,7 +84,7 @@ def _packed(value: Any) -> bytes:
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Write atomically: the process may be ended in the middle."""
+    """Write atomically, because the process may be ended in the middle."""
     part = path.with_suffix(".part")
     part.write_bytes(content)
     part.replace(path)

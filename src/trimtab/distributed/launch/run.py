@@ -1,7 +1,7 @@
-"""Runs a planned launch with torchrun, in this process.
+"""Run a planned launch with torchrun, in this process.
 
-Added to torchrun: the exit code of the rank that failed first and its last output, restarts only where they can help,
-and processes that end with their launcher.
+Additions to torchrun: the exit code and last output of the rank that failed first, restarts only if they can help, and
+processes that end with their launcher.
 """
 
 import contextlib
@@ -26,10 +26,10 @@ from trimtab.units import format_seconds
 _NUM_TAIL_LINES = 12
 _NAME_TIMEOUT_S = 120.0
 _DYING_S = 5  # between the first failure and its consequences on other ranks
-_MISTAKE = 2  # of the user
+_MISTAKE = 2  # exit code of a mistake by the user
 _RESUMABLE = 75
-_FINAL_CODES = (_MISTAKE, _RESUMABLE)  # restarting helps neither
-_SAVING_S = 300  # after a signal, for the processes to save a checkpoint
+_FINAL_CODES = (_MISTAKE, _RESUMABLE)  # exit codes for which a restart does not help
+_SAVING_S = 300  # seconds after a signal, for the processes to save a checkpoint
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def start(plan: LaunchPlan) -> Ending:
     torchrun: Any = import_module("torch.distributed.run")
     api: Any = import_module("torch.distributed.launcher.api")
     plain_agent = api.LocalElasticAgent
-    codes: list[int | None] = []  # of processes that were ended by a signal to this one
+    codes: list[int | None] = []  # exit codes of processes that were ended by a signal to this one
     api.LocalElasticAgent = _make_agent_class(plain_agent, codes)
     try:
         with _restored_process(plan.environment):
@@ -116,7 +116,7 @@ def _make_agent_class(plain_agent: Any, codes: list[int | None]) -> Any:
 
 @contextlib.contextmanager
 def _restored_process(environment: Mapping[str, str]) -> Iterator[None]:
-    """Set variables and silence torchrun's log; afterwards restore these and the signal handlers it installs."""
+    """Set variables and silence torchrun's log; on exit restore these and the signal handlers that it installs."""
     names = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
     handlers = {number: signal.getsignal(number) for name in names if (number := getattr(signal, name, None))}
     loggers = ("torch.distributed.elastic", "torch.distributed.run", "torch.distributed.launcher")
@@ -168,7 +168,8 @@ def _first_failure(failures: Mapping[int, Any]) -> tuple[int, Any]:
     """Return the rank that failed by itself; the others failed, or were ended by torchrun, because of it.
 
     torchrun lists the processes that it found dead, then those that it ended, with timestamps in whole seconds. It may
-    find a consequence before a cause that is still dying, so within a few seconds the kind of exit decides.
+    find a consequence before the cause, whose process is still ending, so within a few seconds the kind of exit
+    decides.
     """
     begin = min(failure.timestamp for failure in failures.values())
 
@@ -177,7 +178,7 @@ def _first_failure(failures: Mapping[int, Any]) -> tuple[int, Any]:
         code = failure.exitcode
         # 1 is the exit code of a rank that lost another one, 75 may be the response to torchrun's SIGTERM.
         kind = 3 if code == -signal.SIGTERM else 0 if code < 0 else 2 if code in (1, _RESUMABLE) else 1
-        # Every rank finds the same mistake in a recipe; rank 0 has printed it to the terminal, once is enough.
+        # Every rank finds the same mistake in a recipe; rank 0 has printed it to the terminal, and once is enough.
         is_printed = code == _MISTAKE and rank == 0
         return failure.timestamp > begin + _DYING_S, kind, not is_printed, position
 

@@ -1,6 +1,6 @@
 """The settings of a launch: from the command line, the launch file, the scheduler or the host, each with its origin.
 
-Problems are collected, because a user should see all of them at once.
+Problems are collected, so that the user sees all of them together.
 """
 
 import errno
@@ -31,7 +31,7 @@ class Settings:
     """How processes are started.
 
     Args:
-        processes: Processes on this host.
+        processes: Number of processes on this host.
         num_hosts: Number of hosts.
         host_index: Index of this host.
         address: Address of the rendezvous; None on one host, where torchrun provides it.
@@ -106,7 +106,7 @@ def resolve_settings(
     found, job, problem = _read_scheduler(environ)
     problems += [problem] if problem else []
     for name, (value, origin) in found.items():
-        # A scheduler's hosts count as a whole: hosts, or num_hosts: 1, given by the user replace all of them.
+        # A scheduler's hosts are used as a whole: hosts, or num_hosts: 1, given by the user replace all of them.
         if name == "processes" or ("hosts" not in values and values.get("num_hosts") != 1):
             put(name, value, origin)
 
@@ -137,7 +137,7 @@ def _read_scheduler(environ: Mapping[str, str]) -> tuple[dict[str, tuple[Any, st
     """Read the hosts from a scheduler that has started one process on each.
 
     Returns:
-        Values with their origins by key, the id of the job, and what is wrong, if anything is.
+        Values with their origins by key, the id of the job, and the problem, if any.
     """
     found: dict[str, tuple[Any, str]] = {}
     for variable, name in _TORCHRUN_VARIABLES.items():
@@ -219,7 +219,7 @@ def _is_own_name(host: str) -> bool:
 
 
 def _is_own_address(host: str) -> bool:
-    """Whether a name or address belongs to this host: only then a socket can be bound to it."""
+    """Whether a name or address belongs to this host: only then can a socket be bound to it."""
     try:
         found = socket.getaddrinfo(host.strip("[]"), 0, type=socket.SOCK_DGRAM)
     except OSError:
@@ -246,7 +246,7 @@ def _check_port(settings: Settings) -> list[str]:
     if settings.port is None or settings.host_index > 0:
         return []
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        # As torch does: a port that was closed a minute ago can be used again.
+        # Like torch: a port that was closed a minute ago can be used again.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("", settings.port))

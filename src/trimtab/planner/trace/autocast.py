@@ -50,7 +50,7 @@ _LOWER: set[Any] = {
     torch.Tensor.addmm,
     torch.Tensor.baddbmm,
 }
-# inputs are made fp32
+# inputs are cast to fp32
 _UPPER: set[Any] = {
     functional.layer_norm,
     functional.group_norm,
@@ -204,14 +204,14 @@ def _cross_entropy(logits: torch.Tensor, target: torch.Tensor, *args: Any, **kwa
 
 @contextlib.contextmanager
 def autocast_on_stand_in() -> Iterator[None]:
-    """Make `torch.autocast` for "cuda" and "meta" act on `meta` tensors of this thread."""
+    """Make `torch.autocast` for "cuda" and "meta" apply to `meta` tensors of this thread."""
     state = _State()
     with stand_ins_on_this_thread([*_autocast_methods(state), *_autocast_questions(state)]):
         yield
 
 
 def _autocast_methods(state: _State) -> Iterator[tuple[Any, str, Any]]:
-    """Replacements for the methods of `torch.autocast`; the class stays, because other threads use it."""
+    """Replacements for the methods of `torch.autocast`; the class itself stays, because other threads use it."""
     real: Any = torch.amp.autocast_mode.autocast
     init, enter, leave = real.__init__, real.__enter__, real.__exit__
 

@@ -1,4 +1,4 @@
-"""Builds the trace of a whole model from the trace of a few of its repeated blocks.
+"""Build the trace of a whole model from the trace of a few of its repeated blocks.
 
 This is not an estimate: the events of one block are repeated with new storages in the right positions. Everything that
 reads a trace (peaks, allocator model, times) gets the same result as from a trace of the whole model.
@@ -13,8 +13,8 @@ import torch
 from trimtab.planner.trace.recorder import Birth, Event, Mark, Op, Owner, Place, Recorder, Segment, Trace
 
 _VISITS_OF_SOME = ("weights", "state")  # only blocks with buffers are visited again after all parameters
-# Blocks to keep before and after the repeated unit, because their neighbours differ. Two before it: where embeddings do
-# not train, a compiled first block gets a copy of its input, so what the second block frees of it differs as well.
+# Blocks to keep before and after the repeated unit, because their neighbours differ. Two before it: if embeddings are
+# frozen, a compiled first block gets a copy of its input, so what the second block frees of it differs as well.
 _BEFORE, _AFTER = 2, 2
 
 
@@ -38,11 +38,11 @@ class Repeat:
 
 
 def find_repeat(kinds: Sequence[Any], *, reaches_far: bool = True) -> tuple[Repeat, list[int]] | None:
-    """Find out how a stack of blocks can be shortened.
+    """Determine how a stack of blocks can be shortened.
 
     Args:
         kinds: A value for each block; blocks with equal values are interchangeable.
-        reaches_far: Whether a block may depend on others up to a period away; False: on two before and after it.
+        reaches_far: Whether a block may depend on others up to a period away; else on the two before and after it.
 
     Returns:
         The unit, and the blocks to keep; None if shortening does not help.
@@ -132,7 +132,7 @@ def extend(trace: Trace, repeats: dict[int, Repeat]) -> Trace:
 
 
 class _Extension:
-    """Extends one trace. A storage of the result is identified by its traced number and its shift in blocks."""
+    """Extend one trace. A storage of the result is identified by its traced number and its shift in blocks."""
 
     def __init__(self, trace: Trace, repeats: dict[int, Repeat]) -> None:
         self._trace, self._repeats = trace, repeats
@@ -142,11 +142,11 @@ class _Extension:
         self._marks: list[Mark] = []
         self._segments: list[Segment] = []
         self._gradients: set[int] = set()
-        self._numbers: dict[tuple[int, int], int] = {}  # (storage, shift) that lives: its number in the new trace
+        self._numbers: dict[tuple[int, int], int] = {}  # number in the new trace of each live (storage, shift)
         self._where = self._addresses()
         self._at: dict[tuple[Place, int], int] = {place: storage for storage, place in self._where.items()}
         self._by_place = {segment.place: index for index, segment in enumerate(trace.segments)}
-        self._alone = {  # not of a block that repeats
+        self._alone = {  # not part of a repeated block
             storage
             for storage, birth in trace.births.items()
             if birth.owner is None or birth.owner.stack not in repeats
@@ -187,7 +187,7 @@ class _Extension:
         )
 
     def _addresses(self) -> dict[int, tuple[Place, int]]:
-        """Where each storage was allocated: the place, and its index among the allocations there."""
+        """The location where each storage was allocated: the place, and the index among its allocations."""
         found: dict[int, tuple[Place, int]] = {}
         for index, segment in enumerate(self._trace.segments):
             count = 0
@@ -220,7 +220,7 @@ class _Extension:
             self._emit(self._by_place[there], copy * repeat.period, [])
 
     def _last_of_unit(self, place: Place, repeat: Repeat) -> int:
-        """The last block of the repeated unit that has such a place."""
+        """The last block of the repeated unit that has this place."""
         assert place.owner is not None
         last = repeat.first + repeat.period - 1
         if place.kind in _VISITS_OF_SOME:
@@ -230,12 +230,12 @@ class _Extension:
 
     @staticmethod
     def _place_of(place: Place, block: int) -> Place:
-        """The same place of another block."""
+        """The same place in another block."""
         assert place.owner is not None
         return Place(place.kind, Owner(place.owner.stack, block), place.number)
 
     def _emit(self, index: int, shift: int, marks: list[Mark]) -> None:
-        """Append a segment, with everything in it shifted by a number of blocks."""
+        """Append a segment, with all its contents shifted by a number of blocks."""
         place = self._trace.segments[index].place
         first, end, first_op, end_op = self._span(index)
         owner = place.owner
@@ -266,7 +266,7 @@ class _Extension:
             self._ops += self._scaled(position)
 
     def _keys(self, storage: int, here: Owner | None, shift: int) -> list[tuple[int, int]]:
-        """The storages of the new trace that a traced one represents, seen from a block."""
+        """The storages of the new trace that a traced storage represents, seen from a block."""
         owner = self._trace.births[storage].owner
         assert owner is not None
         repeat, block = self._repeats[owner.stack], owner.block
@@ -303,7 +303,7 @@ class _Extension:
         return other, block - traced
 
     def _scaled(self, position: int) -> list[Op]:
-        """An operation between blocks, repeated for every block, or with the bytes of all blocks added up."""
+        """An operation between blocks, repeated for every block, or with the bytes of all blocks summed."""
         op, shares = self._trace.ops[position], self._trace.shares.get(position, {})
         more = [
             (self._repeats[owner.stack].num_more, size) for owner, size in shares.items() if self._is_repeated(owner)

@@ -1,4 +1,4 @@
-"""Caches the results of operations on `meta` tensors.
+"""Cache the results of operations on `meta` tensors.
 
 torch computes many of them in Python, at about 0.2 ms each, and the blocks of a model repeat the same operations.
 Shapes, strides and dtypes of the inputs determine those of the result, so a result is computed once and then recreated
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-_MOST = 100_000  # entries, so that a process that plans for a long time does not grow
+_MOST = 100_000  # maximum number of entries, so that a process that plans for a long time does not grow
 _known: dict[Any, Any] = {}
 
 
@@ -97,7 +97,7 @@ def _made(one: Any, held: set[int]) -> _Made | None:
     if type(one) is not torch.Tensor or not one.is_meta:
         return None
     storage = one.untyped_storage()
-    if storage._cdata in held:  # a view, whatever the schema says; or two results in one
+    if storage._cdata in held:  # a view, whatever the schema says; or two results in one tensor
         return None
     held.add(storage._cdata)
     made = _Made(tuple(one.shape), one.stride(), one.dtype)

@@ -1,10 +1,9 @@
-"""Traces compiled blocks: what torch.compile would keep for backward, and the kernels that it would generate.
+"""Trace compiled blocks: what torch.compile would keep for backward, and the kernels that it would generate.
 
 AOTAutograd traces forward and backward of a block into one graph, with inductor's decompositions, and its partitioner
 decides which values forward keeps and which backward recomputes. Both work on `meta` tensors and take about half a
-second, so graphs are kept for blocks and inputs that are alike. The graphs run in AOTAutograd's own autograd function,
-as fused kernels (`fused_kernels.py`). Where a block has no such graph, it is predicted uncompiled, and a message says
-so.
+second, so graphs are reused for equal blocks and inputs. The graphs run in AOTAutograd's own autograd function, as
+fused kernels (`fused_kernels.py`). A block without such a graph is predicted uncompiled, and a message says so.
 """
 
 import warnings
@@ -27,7 +26,7 @@ from trimtab.planner.trace.thread_patches import stand_ins_on_this_thread
 from trimtab.techniques.base import Patch
 
 _MOST = 256  # graphs that are kept
-_graphs: dict[Any, Callable[..., Any] | str] = {}  # a remark in place of a graph: this block cannot be traced
+_graphs: dict[Any, Callable[..., Any] | str] = {}  # a remark instead of a graph: this block cannot be traced
 _EMPTY = {torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.empty_strided}
 _PLAIN = (bool, int, float, str, type(None), torch.dtype)
 _NUMBERS_OF_BLOCKS = ("layer_idx", "layer_id", "layer_index")  # blocks that differ only in these share graphs
@@ -44,7 +43,7 @@ def compiled_block_patches(recorder: Recorder, gpu: Gpu) -> Iterator[Patch]:
         return _run_compiled(own, args, kwargs, recorder, gpu)
 
     yield compiled_blocks.CompiledBlocks, "run", run
-    yield compiled_blocks, "_is_observed", lambda: False  # the recorder is a dispatch mode, too
+    yield compiled_blocks, "_is_observed", lambda: False  # the recorder is also a dispatch mode
 
 
 def _run_compiled(
@@ -70,7 +69,7 @@ def _run_compiled(
 
 
 def _key_of(block: torch.nn.Module, leaves: list[Any], form: Any, inputs: list[torch.Tensor], gpu: Gpu) -> Any:
-    """What determines the graph of a block."""
+    """Everything that determines the graph of a block."""
     addresses = [id(tensor) for tensor in inputs]
     shapes = tuple((tuple(x.shape), x.stride(), x.dtype, x.requires_grad, addresses.index(id(x))) for x in inputs)
     constants = tuple(leaf if isinstance(leaf, _PLAIN) else type(leaf) for leaf in leaves)
@@ -90,7 +89,7 @@ def _key_of(block: torch.nn.Module, leaves: list[Any], form: Any, inputs: list[t
 def _settings_of(module: torch.nn.Module, is_block: bool) -> tuple[Any, ...]:
     """Numbers, strings and functions of a module: techniques replace the forward of single modules.
 
-    What they make of the forward of the block itself, such as its recomputation, is outside of the graph.
+    Their changes to the forward of the block itself, such as recomputation, are outside the graph.
     """
     found: list[Any] = [type(module), getattr(getattr(module, "config", None), "_attn_implementation", None)]
     for name, value in vars(module).items():
@@ -126,9 +125,9 @@ def _graph_of(
         compiled = _partitioned(forward, len(names))
         with _while_tracing(recorder):
             compiled(*inputs)  # traces and partitions
-    except Exception as error:  # of the tracer, of an operation without a rule, of the partitioner
+    except Exception as error:  # errors of the tracer, of an operation without a rule, or of the partitioner
         return f"compiled {type(block).__name__} is predicted as if it were not compiled: {summarize_error(error)}"
-    held.clear()  # the graphs are all that is needed from now on
+    held.clear()  # only the graphs are needed from now on
     return compiled
 
 
@@ -154,7 +153,7 @@ def _partitioned(forward: Callable[..., Any], num_weights: int) -> Callable[...,
         unknown = next((node.name for node in joint.graph.nodes if _makes_nothing(node)), None)
         if unknown is not None:
             raise NotTraceable(f"a kernel in it is known by its results only ({unknown})")
-        # torch.compile knows weights as inputs that stay: to keep one costs nothing, to keep a copy of it does
+        # torch.compile treats weights as inputs that stay alive: keeping one costs nothing, keeping a copy of it does
         options["static_lifetime_input_indices"] = list(range(num_weights))
         return min_cut_rematerialization_partition(joint, values, compiler="inductor", **options)
 
@@ -172,9 +171,9 @@ def _partitioned(forward: Callable[..., Any], num_weights: int) -> Callable[...,
 
 
 def _decompositions() -> dict[Any, Callable[..., Any]]:
-    """Inductor's, with the options of compiled blocks: whether random numbers are part of fused kernels.
+    """Inductor's decompositions, with the options of compiled blocks: whether fused kernels draw random numbers.
 
-    A setting of inductor holds for all threads, so it is not changed for the choice.
+    Inductor's settings apply to all threads, so they are not changed to make the choice.
     """
     from torch._inductor import decomposition
 
@@ -183,5 +182,5 @@ def _decompositions() -> dict[Any, Callable[..., Any]]:
 
 
 def _makes_nothing(node: torch.fx.Node) -> bool:
-    """Whether it represents the result of a kernel that `meta` does not run: such kernels are opaque to a compiler."""
+    """Whether a node is the result of a kernel that does not run on `meta`: such kernels are opaque to a compiler."""
     return getattr(node.target, "_overloadpacket", None) in _EMPTY and bool(node.users)

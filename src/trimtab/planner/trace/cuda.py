@@ -1,6 +1,6 @@
 """Properties of a step on CUDA that `meta` tensors do not show: choice of kernels, workspaces, fused optimizers.
 
-They hold for torch 2.11 to 2.13; measured rows in tests/planner verify each, except that of convolutions.
+They apply to torch 2.11 to 2.13; measurements in tests/planner verify each of them, except for convolutions.
 """
 
 import contextlib
@@ -27,10 +27,10 @@ _ASKING_FOR_KERNELS = (
 )
 _HALF = (torch.float16, torch.bfloat16)
 _PRODUCTS = {aten.mm, aten.bmm, aten.addmm, aten.baddbmm, aten.addmv, aten.mv}
-_NROWS_PER_THREAD = 10  # of torch's kernel for the gradient of an embedding
-_MOST_THREADS, _WARP, _FEWEST_PER_THREAD, _MOST_PER_THREAD = 512, 32, 16, 256  # of its kernel for sums
-_NORM_STRETCH = 65536  # numbers, in its kernel for norms of lists
-_FEW_INDICES = 3072  # up to which it does not sort
+_NROWS_PER_THREAD = 10  # for torch's kernel for the gradient of an embedding
+_MOST_THREADS, _WARP, _FEWEST_PER_THREAD, _MOST_PER_THREAD = 512, 32, 16, 256  # for its kernel for sums
+_NORM_STRETCH = 65536  # numbers, for its kernel for norms of lists
+_FEW_INDICES = 3072  # up to this number of indices it does not sort
 
 
 @dataclass(frozen=True)
@@ -40,9 +40,9 @@ class Gpu:
     Attributes:
         capability: CUDA's compute capability.
         flash: Whether torch's flash attention kernel runs.
-        num_multiprocessors: Determines the workspaces of some kernels.
-        threads_per_multiprocessor: Determines the workspaces of some kernels.
-        workspace_config: The CUBLAS_WORKSPACE_CONFIG of a run on it, such as ":4096:8"; None if it is not set.
+        num_multiprocessors: Number of multiprocessors; determines the workspaces of some kernels.
+        threads_per_multiprocessor: Maximum number of threads on each; determines the workspaces of some kernels.
+        workspace_config: The CUBLAS_WORKSPACE_CONFIG of a run on it, such as ":4096:8"; None if not set.
         is_deterministic: Whether a run on it uses deterministic kernels only.
     """
 
@@ -68,13 +68,13 @@ class Gpu:
 
 
 class CudaRules:
-    """See `trimtab.planner.trace.recorder.Rules`."""
+    """The rules of CUDA; see `trimtab.planner.trace.recorder.Rules`."""
 
     def __init__(self, gpu: Gpu) -> None:
         self.gpu = gpu
 
     def kept(self, func: Any, args: tuple[Any, ...], in_backward: bool) -> list[tuple[str, int]]:
-        """CuBLAS keeps a workspace per thread: one for the main thread, one for autograd's."""
+        """Return cuBLAS's workspaces, one per thread: for the main thread and for autograd's."""
         packet = func._overloadpacket
         thread = "autograd" if in_backward else "main"
         if packet is aten._scaled_mm:
@@ -82,7 +82,7 @@ class CudaRules:
         if packet not in _PRODUCTS:
             return []
         found = [(f"cublas {thread}", self.gpu.workspace_bytes)]
-        if packet is aten.addmm and args[0].dim() == 1:  # with a bias it is cuBLASLt's
+        if packet is aten.addmm and args[0].dim() == 1:  # with a bias, it is cuBLASLt's workspace
             found.append((f"cublaslt {thread}", MIB))
         return found
 
@@ -97,7 +97,7 @@ class CudaRules:
         return [] if rule is None else rule(self.gpu, args)
 
     def stand_in(self, func: Any) -> Callable[..., Any] | None:
-        """The replacement of an operation that does not run on `meta`, or is slow there."""
+        """The replacement of an operation that does not run on `meta`, or is slow on it."""
         return _STAND_INS.get(func) or _STAND_INS.get(func._overloadpacket)
 
 
@@ -105,7 +105,7 @@ class CudaRules:
 
 
 def _embedding_backward(gpu: Gpu, args: tuple[Any, ...], out: Any) -> list[int]:
-    """Indices are sorted, and rows with the same index are summed in fp32 in two passes."""
+    """Temporaries of sorting the indices; rows with the same index are summed in fp32 in two passes."""
     grad, indices, num_weights = args[:3]
     count, width = indices.numel(), grad.shape[-1]
     if count <= _FEW_INDICES:
@@ -117,7 +117,7 @@ def _embedding_backward(gpu: Gpu, args: tuple[Any, ...], out: Any) -> list[int]:
 
 
 def _sum(gpu: Gpu, args: tuple[Any, ...], out: Any) -> list[int]:
-    """A reduction of many numbers to few sums stores partial sums of thread blocks.
+    """Partial sums that thread blocks store when many numbers are reduced to few sums.
 
     This follows the launch configuration of torch's reduction kernel: a thread computes four adjacent sums if the
     numbers of one sum are not contiguous, as in the gradient of a bias.
@@ -151,7 +151,7 @@ def _sum(gpu: Gpu, args: tuple[Any, ...], out: Any) -> list[int]:
 
 
 def _foreach_norm(gpu: Gpu, args: tuple[Any, ...], out: Any) -> list[int]:
-    """A partial norm for each chunk of each tensor; all tensors get as many chunks as the longest one."""
+    """Partial norms, one for each chunk of each tensor; all tensors get as many chunks as the longest one."""
     longest = max(tensor.numel() for tensor in args[0])
     return [4 * len(args[0]) * -(-longest // _NORM_STRETCH)]
 
@@ -161,7 +161,7 @@ def _power_below(number: int) -> int:
 
 
 def _safe_softmax(gpu: Gpu, args: tuple[Any, ...], out: Any) -> list[int]:
-    """A mask of the entries that are minus infinity; rows of only such entries become zero."""
+    """A mask of the entries that are minus infinity; rows with only such entries become zero."""
     return [args[0].numel()]
 
 
@@ -174,10 +174,11 @@ def _softmax_backward(gpu: Gpu, args: tuple[Any, ...], out: Any) -> list[int]:
 def _flash_backward(
     gpu: Gpu, query: torch.Tensor, num_rows: int, num_heads: int, num_rounded: int, *, is_grouped: bool
 ) -> list[int]:
-    """Attention sums the gradient of queries in fp32, and needs a number for every row of scores.
+    """Temporaries of flash attention: the fp32 sum of the gradient of queries, and one number per row of scores.
 
     With grouped heads the gradients of keys and values are computed for every head of the queries, and then summed. A
-    deterministic kernel has as many sums as can be computed at the same time; that is read in its source, not measured.
+    deterministic kernel has as many sums as can be computed at the same time; this is taken from its source, not
+    measured.
 
     Args:
         gpu: The GPU.
@@ -196,7 +197,7 @@ def _flash_backward(
 
 
 def _packed_attention_backward(gpu: Gpu, args: tuple[Any, ...]) -> list[int]:
-    """Flash attention over packed rows rounds each row up to 128 tokens."""
+    """Temporaries of flash attention over packed rows, which rounds each row up to 128 tokens."""
     query, key, boundaries = args[1], args[2], args[6]
     num_tokens, num_heads, _ = query.shape
     num_rows = boundaries.numel() - 1
@@ -205,10 +206,10 @@ def _packed_attention_backward(gpu: Gpu, args: tuple[Any, ...]) -> list[int]:
 
 
 def _attention_backward(gpu: Gpu, args: tuple[Any, ...]) -> list[int]:
-    """Flash attention rounds rows up to 128 tokens; cuDNN, which is traced as flash attention, does not round.
+    """Temporaries of flash attention, which rounds rows up to 128 tokens, or of cuDNN, which does not round.
 
-    cuDNN has one workspace for everything, which is assumed for both: measured with both kernels and with rows of 500
-    to 120,000 tokens on an H200, the bytes are the same but for the rounding.
+    cuDNN is traced as flash attention. It has one workspace for everything, which is assumed for both: in measurements
+    of both kernels with rows of 500 to 120,000 tokens on an H200, the bytes were the same except for the rounding.
     """
     query, key = args[1], args[2]
     num_rows, num_heads, num_tokens, _ = query.shape
@@ -217,17 +218,17 @@ def _attention_backward(gpu: Gpu, args: tuple[Any, ...]) -> list[int]:
 
 
 def _efficient_attention_backward(gpu: Gpu, args: tuple[Any, ...]) -> list[int]:
-    """The memory-efficient kernel sums the gradient of queries in fp32 if they are in half precision."""
+    """Temporaries of the memory-efficient kernel, which sums the gradient of half-precision queries in fp32."""
     query = args[1]
     num_scores = query.numel() // query.shape[-1]
     return [4 * num_scores, 4 * query.numel()] if query.dtype in _HALF else [4 * num_scores]
 
 
 def _convolution(gpu: Gpu, args: tuple[Any, ...], out: Any) -> list[int]:
-    """An allowance for cuDNN's workspace, which depends on the algorithm that cuDNN takes and was not measured.
+    """An allowance for cuDNN's workspace, which depends on the algorithm that cuDNN chooses and was not measured.
 
-    Its fast kernels need the channels of a pixel side by side, and copy inputs, weights and results into that order.
-    Groups, such as those of a state-space model, have separate kernels.
+    Its fast kernels need channels-last memory, and copy inputs, weights and results into that format. Groups, such as
+    those of a state-space model, have separate kernels.
     """
     num_groups = next(value for value in reversed(args) if type(value) is int)
     if num_groups != 1:
@@ -328,16 +329,16 @@ def attention_for(gpu: Gpu) -> Callable[..., torch.Tensor]:
             if attn_mask is not None and attn_mask.is_floating_point():
                 attn_mask = attn_mask.to(dtype)
         trains = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
-        switches: Any = torch.backends.cuda  # a technique may have switched kernels off
+        switches: Any = torch.backends.cuda  # a technique may have disabled kernels
         uses_flash = gpu.flash and switches.flash_sdp_enabled()
         has_one_width = query.shape[-1] == value.shape[-1]
         if uses_flash and query.dtype in _HALF and attn_mask is None and has_one_width and query.shape[-1] <= 256:
             return _flash(query, key, value, dropout_p, is_causal, scale)
         grouped = enable_gqa and query.shape[-3] != key.shape[-3]
-        # the position biases of T5 are trainable, and not contiguous unless the model copies them
+        # T5's position biases are trainable, and are not contiguous unless the model copies them
         plain_mask = attn_mask is None or (not attn_mask.requires_grad and attn_mask.stride(-1) == 1)
         uses_efficient = switches.mem_efficient_sdp_enabled()
-        alignment = 8 if query.dtype in _HALF else 4  # of the widths of heads, which may differ
+        alignment = 8 if query.dtype in _HALF else 4  # the head sizes, which may differ
         is_aligned = query.shape[-1] % alignment == 0 and value.shape[-1] % alignment == 0
         if uses_efficient and not grouped and plain_mask and is_aligned:
             return _efficient(query, key, value, attn_mask, dropout_p, is_causal, scale, trains)
@@ -364,7 +365,7 @@ def _flash(
     return result[..., :width]
 
 
-_MASK_ALIGNMENT = 8  # of the rows of a mask, in elements: others are copied
+_MASK_ALIGNMENT = 8  # alignment of the rows of a mask, in elements: other masks are copied
 
 
 def _efficient(
@@ -423,7 +424,7 @@ def _math(
     scores = aten._safe_softmax(scores, -1)
     if dropout_p:
         scores = aten.native_dropout(scores, dropout_p, True)[0]
-    held += (scores.to(dtype),)  # torch returns it, too
+    held += (scores.to(dtype),)  # torch returns it as well
     result: torch.Tensor = aten.matmul(scores, value).to(dtype)
     del held
     return result
@@ -441,7 +442,7 @@ def _dropout(x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bo
 
 @contextlib.contextmanager
 def as_on_cuda(gpu: Gpu) -> Iterator[None]:
-    """Make operations of this thread on `meta` allocate as they would on a GPU."""
+    """Make operations of this thread on `meta` allocate the same memory as on a GPU."""
     with autocast_on_stand_in(), stand_ins_on_this_thread(_stand_ins_for(gpu)):
         yield
 
@@ -449,7 +450,7 @@ def as_on_cuda(gpu: Gpu) -> Iterator[None]:
 def _stand_ins_for(gpu: Gpu) -> Iterator[tuple[Any, str, Any]]:
     yield functional, "scaled_dot_product_attention", attention_for(gpu)
     yield functional, "dropout", _dropout
-    # torch.utils.checkpoint restores the host generator: useless on meta, and harmful to other threads
+    # torch.utils.checkpoint restores the host generator, which is useless on meta and would disturb other threads
     yield torch, "set_rng_state", _nothing
     fused = torch.utils._foreach_utils._get_fused_kernels_supported_devices
     foreach = torch.utils._foreach_utils._get_foreach_kernels_supported_devices

@@ -1,6 +1,6 @@
-"""Operations and methods that depend on data, which `meta` tensors do not have: they use the known values of a trace.
+"""Operations and methods that depend on data, which `meta` tensors lack: they use the known values of a trace.
 
-Where values are not known, a mask counts as set everywhere, which takes the most memory.
+If values are unknown, a mask counts as set everywhere, which takes the most memory.
 """
 
 import math
@@ -33,13 +33,13 @@ def run_with_values(values: KnownValues, run: Run, func: Any, args: tuple[Any, .
 
     Args:
         values: The known values.
-        run: Runs an operation of a GPU's kernel, and records what it allocates.
+        run: Runs an operation as a GPU's kernel would, and records what it allocates.
         func: The operation.
         args: Its arguments.
         kwargs: Its arguments by name.
 
     Returns:
-        The result, or `NotImplemented` for operations that depend on shapes alone, or on values that are not known.
+        The result, or `NotImplemented` for operations that depend on shapes alone, or on unknown values.
     """
     packet = func._overloadpacket
     if packet in _INDEXING:
@@ -77,7 +77,7 @@ def _like(found: torch.Tensor, func: Any) -> torch.Tensor:
 
 
 def _index(run: Run, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Index with the positions at which masks are set, which GPUs compute before they index."""
+    """Index with the positions at which masks are set; GPUs compute these before they index."""
     indices: list[Any] = []
     for index in args[1]:
         if isinstance(index, torch.Tensor) and index.is_meta and index.dtype in _MASKS:
@@ -90,7 +90,7 @@ def _index(run: Run, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def reading_patches(values: KnownValues) -> Iterator[Patch]:
-    """Replacements for methods of tensors that read data without an operation."""
+    """Replacements for tensor methods that read data without an operation."""
 
     def with_data(tensor: torch.Tensor) -> torch.Tensor:
         found = values.of(tensor) if tensor.is_meta else None

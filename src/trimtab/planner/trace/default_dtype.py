@@ -1,4 +1,4 @@
-"""Builds models in a given dtype without changing torch's default dtype, which all threads share."""
+"""Build models in a given dtype without changing torch's default dtype, which all threads share."""
 
 import contextlib
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from trimtab.planner.trace.thread_patches import stand_ins_on_this_thread
 
 
 class _DefaultDtype(TorchFunctionMode):
-    """Creates `meta` tensors of this thread as if torch's default dtype were another one.
+    """Create `meta` tensors on this thread as if torch's default dtype were another one.
 
     The default applies if neither a dtype argument nor a floating-point input determines the dtype, as in
     `torch.empty(3)` or `torch.log(torch.arange(3))`.
@@ -39,7 +39,7 @@ def _says_a_dtype(value: Any) -> bool:
 
 @contextlib.contextmanager
 def own_default_dtype() -> Iterator[None]:
-    """Keep transformers' `from_config` on this thread from changing torch's default dtype."""
+    """Prevent transformers' `from_config` on this thread from changing torch's default dtype."""
     from transformers import modeling_utils
 
     @contextlib.contextmanager

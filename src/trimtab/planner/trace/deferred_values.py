@@ -1,7 +1,7 @@
-"""Operations on the host that run when one of their results is read; see `known_values.py`.
+"""Operations on the host that are executed only when one of their results is read; see `known_values.py`.
 
-Tensors up to a size are computed whole. Of larger ones, such as the attention mask of long rows, only the part that is
-read is computed: element by element, through operations that work element by element.
+Tensors up to a certain size are computed as a whole. For larger ones, such as the attention mask of long rows, only the
+part that is read is computed, through elementwise operations.
 """
 
 import contextlib
@@ -12,8 +12,8 @@ import torch
 from trimtab.planner.trace.cache import tensors_in
 
 aten = torch.ops.aten
-_MOST = 2**22  # numbers of a tensor, or of the part of one, that is computed
-_DEEPEST = 100  # operations to be computed together
+_MOST = 2**22  # maximum number of elements of a tensor, or a part of one, to compute
+_DEEPEST = 100  # maximum number of operations to compute together
 _FAILURES = (RuntimeError, ValueError, TypeError, IndexError)
 
 
@@ -28,20 +28,20 @@ class Operation:
         func: The operation.
         args: Its arguments, with a `View` in place of each tensor on `meta`.
         kwargs: Its arguments by name.
-        changed: What it changes in place; it works on copies.
+        changed: The tensors that it changes in place; it works on copies.
     """
 
     def __init__(self, func: Any, args: Any, kwargs: dict[str, Any], changed: "list[Content] | None" = None) -> None:
         self._func, self._args, self._kwargs = func, args, kwargs
         self._changed = set(changed or [])
-        self._copies: dict[Content, torch.Tensor] = {}  # of whole storages
-        self._parts: dict[Content, tuple[View, torch.Tensor]] = {}  # of storages that are too large
+        self._copies: dict[Content, torch.Tensor] = {}  # copies of whole storages
+        self._parts: dict[Content, tuple[View, torch.Tensor]] = {}  # parts of storages that are too large
         self._results: list[torch.Tensor] | None = None
         contents = [view.content for view in _views_in([*args, *kwargs.values()])]
         self.depth: int = 1 + max((content.depth for content in contents), default=0)
 
     def run(self) -> Any:
-        """Run it, and return what it returns.
+        """Run it and return its result.
 
         Raises:
             NotKnown: It does not run on the host, or its arguments cannot be computed.
@@ -53,28 +53,28 @@ class Operation:
             raise NotKnown from error
 
     def result(self, number: int) -> torch.Tensor:
-        """One of the tensors that it returns."""
+        """Return one of the tensors that it returns."""
         return self._run_once()[number]
 
     def copy_of(self, content: "Content") -> torch.Tensor:
-        """The whole storage of a tensor that it changed."""
+        """Return the whole storage of a tensor that it changed."""
         self._run_once()
         return self._copies[content]
 
     def part_of(self, content: "Content") -> "tuple[View, torch.Tensor]":
-        """The part that it changed of a storage that is too large."""
+        """Return the part that it changed in a storage that is too large."""
         self._run_once()
         return self._parts[content]
 
     def at(self, offsets: torch.Tensor, layout: "tuple[Any, Any, Any]") -> torch.Tensor:
-        """Some numbers of the tensor that it returns.
+        """Return some elements of its result.
 
         Args:
             offsets: Their offsets in its storage.
             layout: Its shape, strides and offset.
 
         Raises:
-            NotKnown: It does not work element by element.
+            NotKnown: It is not an elementwise operation.
         """
         is_pointwise = torch.Tag.pointwise in self._func.tags or self._func._overloadpacket is aten._to_copy
         if self._changed or not is_pointwise:
@@ -131,8 +131,8 @@ class Content:
 
     Args:
         tensor: A tensor on `meta` that is, or views, the storage.
-        operation: What computes it.
-        which: The number of the result, or the content before the operation changed it.
+        operation: The operation that computes it.
+        which: The index of the result, or the content before the operation changed it.
     """
 
     def __init__(self, tensor: torch.Tensor, operation: Operation, which: "int | Content") -> None:
@@ -149,11 +149,11 @@ class Content:
 
     @property
     def is_small(self) -> bool:
-        """Whether it may be computed whole."""
+        """Whether it is small enough to be computed as a whole."""
         return self._size <= _MOST
 
     def values(self) -> torch.Tensor:
-        """The whole content, flat.
+        """Return the whole content, flat.
 
         Raises:
             NotKnown: It cannot be computed.
@@ -171,7 +171,7 @@ class Content:
         return self._values
 
     def at(self, offsets: torch.Tensor) -> torch.Tensor:
-        """The numbers at some offsets of the storage.
+        """Return the elements at some offsets of the storage.
 
         Raises:
             NotKnown: They cannot be computed.
@@ -213,7 +213,7 @@ class View(NamedTuple):
         """The offset of each element in the storage.
 
         Raises:
-            NotKnown: There are too many.
+            NotKnown: There are too many elements.
         """
         if self.shape.numel() > _MOST:
             raise NotKnown

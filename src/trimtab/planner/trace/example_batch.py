@@ -15,11 +15,11 @@ from trimtab.planner.shapes import BatchShape, StepTask
 from trimtab.planner.trace.known_values import KnownValues
 from trimtab.planner.trace.recorder import Recorder
 
-_MOST_TOKENS = 4096  # to look for an ordinary one among
+_MOST_TOKENS = 4096  # number of tokens to search for an ordinary one
 
 
 def example_batch(task: StepTask, batch: BatchShape, recorder: Recorder, config: Any) -> dict[str, Any]:
-    """Make a batch as the collator of a task does.
+    """Make a batch like the collator of a task.
 
     Args:
         task: The task.
@@ -56,7 +56,7 @@ def _integers(*shape: int) -> torch.Tensor:
 
 
 def name_missing_tokens(config: Any, kind: str) -> None:
-    """Set token ids that a tokenizer would provide and forward reads; their values do not matter in a trace.
+    """Set token ids that a tokenizer would provide and that forward reads; their values do not matter in a trace.
 
     Args:
         config: The config of a model.
@@ -81,7 +81,7 @@ def tell_values(
         batch: The batch, on meta, by the names of the model's inputs.
         config: The config of the model.
         is_padded: Whether a row has padding.
-        row_length: Tokens of each row where rows are packed to one; 0 = they are not.
+        row_length: Tokens of each row if rows are packed into one; 0 if they are not.
     """
     tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor) and value.is_meta}
     with _disable_current_modes():  # the host's work is not part of the step
@@ -100,14 +100,14 @@ def tell_values(
 def example_tokens(
     config: Any, num_rows: int, length: int, *, is_padded: bool = False, row_length: int = 0
 ) -> torch.Tensor:
-    """Token ids as a tokenizer would write them, of shape [num_rows, length].
+    """Token ids as a tokenizer would produce them, of shape [num_rows, length].
 
     Args:
         config: The config of the model, which names its special tokens.
         num_rows: Number of rows.
         length: Tokens of each row.
         is_padded: Whether the last row is one token shorter.
-        row_length: Tokens of each row where rows are packed to one; 0 = they are not.
+        row_length: Tokens of each row if rows are packed into one; 0 if they are not.
     """
     text_config = getattr(config, "text_config", None) or config
     tokens = torch.full((num_rows, length), _ordinary_token(config, text_config))

@@ -1,14 +1,14 @@
-"""The kernels that inductor makes of a graph of aten operations, run on `meta` for their memory.
+"""The kernels that inductor generates for a graph of aten operations, run on `meta` to record their memory.
 
 Inductor generates code; this module predicts what that code allocates and moves with five rules:
 
-- Matrix products, attention and the few operations that inductor does not generate are kernels of their own, and run as
-  they do without a compiler.
-- All other operations that feed each other without such a kernel between them are one fused kernel. It reads every
-  input once.
-- A sum over rows, such as the gradient of a bias, reads again what its kernel makes of each row.
-- A fused kernel writes only what something outside of it reads: another kernel, backward, or the caller.
-- A result takes the place of an input of the same size that nothing reads afterwards.
+- Matrix products, attention and the few operations that inductor does not generate are separate kernels, and run as
+  without a compiler.
+- All other operations that feed each other without such a kernel in between form one fused kernel. It reads every input
+  once.
+- A sum over rows, such as the gradient of a bias, reads again what its kernel computes for each row.
+- A fused kernel writes only results that are read outside it: by another kernel, by backward, or by the caller.
+- A result reuses the memory of an input of the same size that nothing reads afterwards.
 """
 
 import operator
@@ -33,7 +33,7 @@ _EXTERNAL = {
     aten.embedding_dense_backward,
     aten._embedding_bag,
     aten.index_put,
-    aten.native_dropout,  # where it draws the numbers that it draws without a compiler; else it is decomposed
+    aten.native_dropout,  # if it draws the same numbers as without a compiler; otherwise it is decomposed
     aten.scatter_add,
     aten.sort,
     aten.topk,
@@ -48,11 +48,11 @@ class _Kernel:
 
     Attributes:
         nodes: Its operations, in order.
-        is_external: Whether it is a kernel of a library.
-        reads: What it reads of inputs and other kernels.
+        is_external: Whether it is a library kernel.
+        reads: The inputs and results of other kernels that it reads.
         written: Results of a fused kernel that are stored.
-        last_reads: What no later kernel needs.
-        summed_rows: What it sums over rows, where it does more than that.
+        last_reads: Tensors that no later kernel needs.
+        summed_rows: The tensors that it sums over rows, if it does more than that.
     """
 
     nodes: list[fx.Node]
@@ -109,7 +109,7 @@ def _run_fused(kernel: _Kernel, values: dict[fx.Node, Any], recorder: Recorder) 
 
 
 def _replaced_inputs(kernel: _Kernel, values: dict[fx.Node, Any], sizes: list[int]) -> list[fx.Node]:
-    """Inputs whose memory results of these sizes take: nothing reads them afterwards."""
+    """Inputs whose memory is reused by results of these sizes: nothing reads them afterwards."""
     dying: dict[int, list[fx.Node]] = {}
     for node in kernel.last_reads:
         if isinstance(values.get(node), torch.Tensor):
@@ -146,11 +146,11 @@ def _distinct(values: Iterable[Any]) -> list[torch.Tensor]:
     return list({tensor.untyped_storage()._cdata: tensor for value in values for tensor in tensors_in(value)}.values())
 
 
-# ---------------------------------------------------------------------- which operations are one kernel
+# ---------------------------------------------------------------------- the operations of each kernel
 
 
 def _schedule(graph: fx.Graph, outputs: set[fx.Node]) -> list[_Kernel]:
-    """The kernels in the order in which they run; the first one has only views of inputs."""
+    """The kernels in execution order; the first one contains only views of inputs."""
     home, first = _kernels_of(graph)
     kernels = _ordered(home, first)
     last: dict[fx.Node, _Kernel] = {}
@@ -170,7 +170,7 @@ def _schedule(graph: fx.Graph, outputs: set[fx.Node]) -> list[_Kernel]:
 def _kernels_of(graph: fx.Graph) -> tuple[dict[fx.Node, _Kernel], _Kernel]:
     """The kernel of every node, and that of the inputs.
 
-    Fused kernels join operations of one level, so two kernels never need results of each other.
+    Fused kernels join operations of one level, so two kernels never need each other's results.
     """
     first = _Kernel([], False)
     home: dict[fx.Node, _Kernel] = {}
@@ -200,9 +200,10 @@ def _kernels_of(graph: fx.Graph) -> tuple[dict[fx.Node, _Kernel], _Kernel]:
 
 
 def _levels(graph: fx.Graph) -> dict[fx.Node, int]:
-    """The largest number of external kernels on a way to each node.
+    """The maximum number of external kernels on a path to each node.
 
-    What only fused operations of higher levels read is computed where it is read first; sums are computed early.
+    A result that only fused operations of higher levels read is computed where it is first read; sums are computed
+    early.
     """
     level: dict[fx.Node, int] = {}
     for node in graph.nodes:
@@ -216,7 +217,7 @@ def _levels(graph: fx.Graph) -> dict[fx.Node, int]:
 
 
 def _follows_external(node: fx.Node) -> bool:
-    """Whether it is a view of an input or of the result of an external kernel."""
+    """Whether a node is a view of an input or of the result of an external kernel."""
     while _is_view(node):
         node = node.all_input_nodes[0]
         if node.op != "call_function" or _is_external(node):
@@ -225,16 +226,16 @@ def _follows_external(node: fx.Node) -> bool:
 
 
 def _is_sum(node: fx.Node) -> bool:
-    """Whether its result is smaller than its largest input."""
+    """Whether the result of a node is smaller than its largest input."""
     sizes = [tensor.numel() for source in node.all_input_nodes for tensor in tensors_in(source.meta.get("val"))]
     own = [tensor.numel() for tensor in tensors_in(node.meta.get("val"))]
     return max(own, default=0) < max(sizes, default=0)
 
 
 def _summed_rows(kernel: _Kernel) -> list[fx.Node]:
-    """What a kernel sums over rows, such as the gradient of a bias; nothing if it does nothing else.
+    """The tensors that a kernel sums over rows, such as the gradient of a bias; empty if it does nothing else.
 
-    Other operations work on one row after the other. Such a sum needs all rows and reads them again.
+    Other operations process one row after another. Such a sum needs all rows and reads them again.
     """
     own, sums = set(kernel.nodes), filter(_sums_rows, kernel.nodes)
     return list(dict.fromkeys(source for node in sums for source in node.all_input_nodes if source in own))
@@ -261,7 +262,7 @@ def _joined(kernels: list[_Kernel], home: dict[fx.Node, _Kernel]) -> _Kernel:
 
 
 def _ordered(home: dict[fx.Node, _Kernel], first: _Kernel) -> list[_Kernel]:
-    """Every kernel at the place of its last operation, or earlier if another one needs it there."""
+    """The kernels in order: each at the position of its last operation, or earlier if another one needs it."""
     ordered = [first]
     done = {id(first)}
 

@@ -1,9 +1,9 @@
-"""Values of tensors in a trace that follow from the example batch, so that what depends on data is as in a real step.
+"""Values of traced tensors that follow from the example batch, so that data-dependent code runs as in a real step.
 
 `meta` tensors have no data, but a forward pass reads some: where a mask is set, how many tokens of a kind there are,
-the largest index. The values of the example batch are known (`example_batch.py`). For tensors that follow from known
-ones alone it is recorded how, and they are computed on the host when something reads them. Nothing that depends on
-weights is known, with one exception: indices that a model chooses by scores (`argmax`, `topk`) are assumed to be
+the largest index. The values of the example batch are known (`example_batch.py`). For tensors computed only from known
+ones, the operations are recorded, and the values are computed on the host when something reads them. Values that depend
+on weights are unknown, with one exception: indices that a model chooses by scores (`argmax`, `topk`) are assumed to be
 balanced, as those of a trained router are.
 """
 
@@ -19,7 +19,7 @@ from trimtab.planner.trace.cache import tensors_in
 from trimtab.planner.trace.deferred_values import Content, NotKnown, Operation, View
 
 aten = torch.ops.aten
-# These read nothing of their arguments but a shape: the number that they fill a tensor with, or its position.
+# These read only the shape of their argument: the number that they fill a tensor with, or its position.
 _FILLS: dict[Any, tuple[int | None, int]] = {
     **dict.fromkeys((aten.zeros_like, aten.new_zeros), (None, 0)),
     **dict.fromkeys((aten.ones_like, aten.new_ones), (None, 1)),
@@ -47,30 +47,30 @@ class KnownValues:
                 self._record(tensor, content)
 
     def enter_block(self) -> None:
-        """Start a pass of a block: like blocks make like choices."""
+        """Start a pass of a block: equal blocks make equal choices."""
         self._num_choices = 0
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """The values of a tensor; None if they are not known."""
+        """Return the values of a tensor; None if unknown."""
         with _disable_current_modes(), contextlib.suppress(NotKnown):
             view = self._view(tensor)
             return view if isinstance(view, torch.Tensor) else view.values()
         return None
 
     def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Run an operation that changes nothing on the values of its arguments.
+        """Run an operation without side effects on the values of its arguments.
 
         Raises:
-            NotKnown: Some are not known.
+            NotKnown: Some values are unknown.
         """
         return Operation(func, self._views(args), self._views(kwargs)).run()
 
     def follow(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
-        """Record how the results of an operation on `meta`, and what it changed, follow from known values."""
+        """Record how the results of an operation on `meta`, and the tensors it changed, follow from known values."""
         tensors = tensors_in([*args, *kwargs.values()] if kwargs else args)
         addresses = {tensor.untyped_storage()._cdata for tensor in tensors if tensor.is_meta}
         packet = func._overloadpacket
-        is_unknown = addresses and self._contents.keys().isdisjoint(addresses)  # which looks up the few addresses
+        is_unknown = addresses and self._contents.keys().isdisjoint(addresses)  # it looks up a few addresses
         if is_unknown and packet not in _FILLS and packet not in _CHOICES:
             return  # most operations
         changed = [x for x in tensors_in([args[index] for index in written(func) if index < len(args)]) if x.is_meta]
@@ -110,7 +110,8 @@ class KnownValues:
     ) -> None:
         """Record balanced choices: consecutive rows of scores choose consecutive candidates.
 
-        Another choice in the same pass of a block starts elsewhere, because a router chooses no expert twice.
+        Another choice in the same pass of a block starts at another candidate, because a router never chooses an expert
+        twice.
         """
         scores = args[0]
         dim = kwargs.get("dim", args[position] if len(args) > position else default)

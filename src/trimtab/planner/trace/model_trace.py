@@ -1,4 +1,4 @@
-"""Traces code that runs a model on `meta` as a GPU would run it; repeated blocks are traced once.
+"""Trace code that runs a model on `meta` as a GPU would run it; repeated blocks are traced once.
 
 `recipe_step.py`, `own_step.py` and `plain_step.py` in this package define the code to trace.
 """
@@ -25,7 +25,7 @@ from trimtab.techniques.apply import trace_patches
 from trimtab.techniques.base import Patch
 
 Work = Callable[[], None]
-# a forward that needs the number of its blocks, such as one with weights that have a part for each block
+# a forward that needs the number of its blocks, for example one with weights that have a slice for each block
 _FAILURES_OF_A_SHORTENED_MODEL = (RuntimeError, ValueError, IndexError, KeyError, AttributeError, TypeError)
 _PATCHES: list[Patch] = [(precision, "say", lambda *_: None), (precision, "_use_tf32", lambda _: None)]
 
@@ -50,8 +50,8 @@ def trace_model(
         is_padded: Whether batches have padding: attention then gets a mask.
         mark: Returns a value for the number of a block, counted over all stacks; blocks with different values are not
             interchangeable.
-        whole: Trace every block, also repeated ones.
-        reaches_far: Whether what happens in a block may depend on blocks that are not near it.
+        whole: Whether to trace every block, including repeated ones.
+        reaches_far: Whether the computation of a block may depend on blocks that are not its neighbours.
     """
 
     def traced(short: Shortened) -> Trace:
@@ -84,7 +84,7 @@ def _read_value(tensor: torch.Tensor, is_padded: bool) -> Any:
 
 
 class BlockVisits:
-    """Tells a recorder which block of a model new tensors belong to.
+    """Tell a recorder which block of a model new tensors belong to.
 
     Args:
         recorder: The recorder.

@@ -1,7 +1,7 @@
-"""Names the tensors of a trace: by the module that computes them, or by their parameter.
+"""Name the tensors of a trace by the module that computes them, or by their parameter.
 
-Inside a repeated block a name starts with a dot and is relative to the block, because a shortened model has other
-numbers: `full_name` adds the block.
+Inside a repeated block a name starts with a dot and is relative to the block, because block numbers differ in a
+shortened model: `full_name` adds the block.
 """
 
 from bisect import bisect_right
@@ -15,11 +15,11 @@ from trimtab.model.module_hooks import passive
 
 
 class ModuleNames:
-    """The module that runs, in forward and in backward, and the names of parameters.
+    """The module that is running, in forward and in backward, and the names of parameters.
 
     Attributes:
         stacks: Names of the lists of blocks.
-        parameter: The parameter that state is created for; empty otherwise.
+        parameter: The parameter for which state is created; empty otherwise.
     """
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class ModuleNames:
         self.parameter = ""
         self._running: list[str] = []
         self._parameters: dict[int, str] = {}
-        # the module that runs from each sequence number of autograd on: a node of backward has that of its forward
+        # the module that runs from each autograd sequence number on: a backward node has the number of its forward
         self._numbers: list[int] = []
         self._modules: list[str] = []
 
@@ -46,7 +46,7 @@ class ModuleNames:
         return self._parameters.get(id(tensor), "")
 
     def running(self) -> str:
-        """The module whose forward or backward runs; empty outside of the model."""
+        """The module whose forward or backward is running; empty outside the model."""
         if self.parameter or self._running:
             return self.parameter or self._running[-1]
         node = torch._C._current_autograd_node()
@@ -56,12 +56,12 @@ class ModuleNames:
         return self._modules[position] if position >= 0 else ""
 
     def enter(self, name: str) -> None:
-        """The forward of a module begins."""
+        """Record that the forward of a module starts."""
         self._running.append(name)
         self._note()
 
     def leave(self) -> None:
-        """The forward of a module ends."""
+        """Record that the forward of a module ends."""
         if self._running:
             self._running.pop()
         self._note()
@@ -75,7 +75,7 @@ def full_name(name: str, stack: str | None, block: int | None) -> str:
     """The name of a module or parameter in the whole model.
 
     Args:
-        name: As `ModuleNames` gives it.
+        name: A name from `ModuleNames`.
         stack: The list of blocks that it belongs to; None for none.
         block: The number of its block.
     """

@@ -1,4 +1,4 @@
-"""Traces a step of a user's own loop on a `meta` copy of the model, for `trimtab.planner.own_loop`."""
+"""Trace a step of a user's own loop on a `meta` copy of the model, for `trimtab.planner.own_loop`."""
 
 import copy
 import inspect
@@ -20,13 +20,14 @@ from trimtab.planner.trace.shortened_model import Shortened
 from trimtab.techniques.apply import block_marker, change_model, change_optimizer
 from trimtab.techniques.base import Site, StepSpec
 
-_COMPARES_ROWS = "logits_per_"  # CLIP and its relatives name similarities so: logits_per_image, logits_per_text
+# the names of similarities in CLIP and related models: logits_per_image, logits_per_text
+_COMPARES_ROWS = "logits_per_"
 
 
 class OwnStep:
-    """Traces steps of a typical loop: `outputs = model(**batch)`, backward, step, zero_grad.
+    """Trace steps of a typical loop: `outputs = model(**batch)`, backward, step, zero_grad.
 
-    The outputs are kept until the next forward has returned, as a variable of a loop keeps them.
+    The outputs are kept until the next forward has returned, like a variable in a loop.
 
     Args:
         model: A transformers model; it is not changed.
@@ -52,7 +53,7 @@ class OwnStep:
             raise NoBatch("compiled models are not supported")
         if not hasattr(model, "config") or not hasattr(model, "get_output_embeddings"):
             raise NoBatch(f"{type(model).__name__} is not a transformers model")
-        # two represent any larger number: from the second on gradients exist, as in every captured micro-batch
+        # two represent any larger number: gradients exist from the second one on, as in every captured micro-batch
         self._num_micro = 2 if is_captured else min(2, num_micro)
         self.is_captured = is_captured
         self._optimizer, self._target = optimizer, target
@@ -76,7 +77,7 @@ class OwnStep:
         """Trace the second of two steps, with everything that was allocated before it.
 
         Args:
-            spec: How the step is made.
+            spec: The specification of the step.
             batch: The model's inputs.
         """
         inputs = _named(self._skeleton, batch.inputs)
@@ -100,7 +101,7 @@ class OwnStep:
             build,
             inputs,
             gpu=self._target.gpu,
-            is_padded=batch.is_padded or self.is_captured,  # a graph is replayed with any mask
+            is_padded=batch.is_padded or self.is_captured,  # a graph is replayed with every mask
             mark=mark,
             whole=is_opaque,
         )
@@ -122,7 +123,7 @@ class OwnStep:
                 with engine.accumulate(prepared_model):
                     held[0] = prepared_model(**inputs)
                     loss = self._loss_of(held[0])
-                    if self.is_captured:  # the loop gets the loss alone
+                    if self.is_captured:  # the loop gets only the loss
                         held[0] = None
                     with recorder.during("backward"):
                         engine.backward(loss)
@@ -144,7 +145,7 @@ class OwnStep:
         logits = logits_of(output)
         if logits is not None:
             return logits.mean()
-        # hidden states, embeddings or similarities, of which the loop makes its loss: of which ones is not known
+        # hidden states, embeddings or similarities, from which the loop computes its loss; which ones is unknown
         results = [value for value in fields.values() if isinstance(value, torch.Tensor) and value.requires_grad]
         if not results:
             raise NoBatch(f"the model returns nothing that can be differentiated, but {type(output).__name__}")
@@ -183,7 +184,7 @@ class OwnStep:
 
 
 def _without_weights(model: torch.nn.Module) -> tuple[Any, dict[int, torch.Tensor]]:
-    """Copy a model to `meta`, keeping tied weights; also return the original of each parameter, by id of the copy."""
+    """Copy a model to `meta`, with tied weights; also return the original of each parameter, by id of the copy."""
     copies: dict[int, Any] = {}
     originals: dict[int, torch.Tensor] = {}
     for parameter in model.parameters():
@@ -197,10 +198,10 @@ def _without_weights(model: torch.nn.Module) -> tuple[Any, dict[int, torch.Tenso
 def _copied(
     optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], origins: dict[int, torch.Tensor]
 ) -> torch.optim.Optimizer:
-    """Copy an optimizer for other parameters without calling its constructor, whose signature is not known."""
+    """Copy an optimizer for other parameters without calling its constructor, whose signature is unknown."""
     made: Any = object.__new__(type(optimizer))
     hooks = [name for name in vars(optimizer) if name.endswith("_hooks")]
-    # schedules wrap `step` of the instance; the wrapper would step the user's optimizer
+    # schedulers wrap `step` of the instance; the wrapper would step the user's optimizer
     made.__dict__.update(
         {name: value for name, value in vars(optimizer).items() if name not in ("step", "_opt_called")}
     )

@@ -1,4 +1,4 @@
-"""Traces a step of a plain transformers loop, the one that benchmarks/planner/plain_rows.py runs on a GPU.
+"""Trace a step of a plain transformers loop, which benchmarks/planner/plain_rows.py runs on a GPU.
 
 `trace_plain_step` does not use trimtab's step, so the tracer can be compared with measurements of plain PyTorch code.
 `trace_loop` is its part that is independent of model and step; it also traces the loops of users.
@@ -22,7 +22,7 @@ from trimtab.planner.trace.shortened_model import Shortened
 
 OPTIMIZERS = {"adamw": "AdamW", "adam": "Adam", "sgd": "SGD", "adagrad": "Adagrad"}
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
-_NUM_STEPS = 2  # optimizers create their state in the first
+_NUM_STEPS = 2  # optimizers create their state in the first step
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def trace_plain_model(
         mask: "none", "full" (all ones) or "padded".
         target_length: Tokens to generate, for a model with an encoder and a decoder.
         gpu: The GPU to simulate; an H200 by default.
-        whole: Trace every block, also repeated ones.
+        whole: Whether to trace every block, including repeated ones.
     """
     batch = _batch(skeleton, rows, length, mask, target_length)
 
@@ -115,7 +115,7 @@ def trace_loop(
         gpu: The GPU to simulate; an H200 by default.
         is_padded: As in `trace_model`.
         mark: As in `trace_model`.
-        whole: Trace every block.
+        whole: Whether to trace every block.
     """
 
     def prepare(short: Shortened, recorder: Recorder) -> Work:

@@ -1,4 +1,4 @@
-"""Traces a step of a recipe without GPU and weights, with the builders and the step function of a run."""
+"""Trace a step of a recipe without a GPU or weights, with the builders and the step function of a run."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -55,13 +55,14 @@ from trimtab.units import parse_every
 
 
 class StepTracer:
-    """Traces steps of one recipe; its model is built once, without weights.
+    """Trace steps of one recipe; its model is built once, without weights.
 
     Args:
         recipe: The recipe; values of a `StepSpec` take precedence.
         task: Its task.
         gpu: The GPU to simulate.
-        tokenizer: The tokenizer of the run, whose size the model is adapted to; None = the size of the model's own.
+        tokenizer: The tokenizer of the run, whose size the model is adapted to; None uses the vocabulary size of the
+            model.
     """
 
     def __init__(self, recipe: Recipe, task: StepTask, gpu: Gpu, tokenizer: Any = None) -> None:
@@ -73,13 +74,13 @@ class StepTracer:
         self._teachers: dict[torch.dtype, Any] = {}
 
     def trace(self, spec: StepSpec, batch: BatchShape, num_micro: int = 1, *, whole: bool = False) -> Trace:
-        """Trace an optimizer step and what was allocated before it, the optimizer's state included.
+        """Trace an optimizer step and everything allocated before it, including the optimizer's state.
 
         Args:
-            spec: How the step is made.
+            spec: The specification of the step.
             batch: The shape of a micro-batch.
             num_micro: Micro-batches of the step.
-            whole: Trace every block, also repeated ones.
+            whole: Whether to trace every block, including repeated ones.
         """
 
         def step(parts: _Parts) -> None:
@@ -91,9 +92,7 @@ class StepTracer:
             take_step(parts.optimizer, parts.scheduler, result)
 
         if captures(spec) and not batch.is_packed:
-            batch = replace(
-                batch, is_padded=True
-            )  # a graph is replayed with any mask, also with one that masks nothing
+            batch = replace(batch, is_padded=True)  # a graph is replayed with every mask, even one that masks nothing
         return self._trace(spec, batch, step, whole)
 
     def trace_evaluation(self, spec: StepSpec, batch: BatchShape, *, whole: bool = False) -> Trace:
@@ -232,7 +231,7 @@ class StepTracer:
         return _Parts(engine, model, optimizer, scheduler, loss, recorder)
 
     def _changed(self, short: Shortened, spec: StepSpec, engine: Engine) -> Any:
-        """The model with every technique applied, as `build/model.py` does it for a run."""
+        """The model with every technique applied, as in `build/model.py` for a run."""
         site = Site(
             torch.device("meta"),
             self.gpu.accelerator,
@@ -250,7 +249,7 @@ class StepTracer:
 
 
 def engine_to_trace(precision: str, num_micro: int = 1) -> Engine:
-    """An engine of one process for tensors without data: other processes of a run do not trace."""
+    """An engine of one process for tensors without data; the other processes of a run do not trace."""
     return Engine(precision, num_micro, device="meta", world=World())
 
 
@@ -267,7 +266,7 @@ class _Parts:
 
 
 def _make_state(optimizer: Any, model: torch.nn.Module, visits: BlockVisits, recorder: Recorder) -> None:
-    """Allocate the optimizer's state as a run does before its first step, block by block."""
+    """Allocate the optimizer's state before the first step, block by block, as a run does."""
     with recorder.born_as("state"):
         for parameter in model.parameters():
             if parameter.requires_grad:
@@ -284,7 +283,7 @@ def _make_state(optimizer: Any, model: torch.nn.Module, visits: BlockVisits, rec
 
 @contextlib.contextmanager
 def _stages_recorded(recorder: Recorder, engine: Any, optimizer: Any) -> Iterator[None]:
-    """Tell the recorder when backward and the optimizer run, and when something is recomputed."""
+    """Tell the recorder when backward, the optimizer and recomputation run."""
     backward, step = engine.backward, optimizer.step
     hook: Any = torch.utils.checkpoint._recomputation_hook
     enter, leave = hook.__enter__, hook.__exit__
@@ -316,7 +315,7 @@ def _stages_recorded(recorder: Recorder, engine: Any, optimizer: Any) -> Iterato
 
 
 class _BackwardRecorded(TorchFunctionMode):
-    """Tells a recorder when a backward runs; a function mode acts on its own thread alone."""
+    """Tell a recorder when a backward runs; a function mode applies to its own thread only."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()

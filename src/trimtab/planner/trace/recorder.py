@@ -1,6 +1,6 @@
-"""Records a training step on `meta` tensors: when every storage is allocated and freed, and every operation.
+"""Record a training step on `meta` tensors: when every storage is allocated and freed, and every operation.
 
-On the `meta` device operations compute shapes and allocate nothing. What a real device allocates in addition
+On the `meta` device operations compute shapes and allocate nothing. Memory that a real device allocates in addition
 (workspaces of libraries, temporary buffers inside kernels) is defined by `Rules`: see `trimtab.planner.trace.cuda`.
 """
 
@@ -24,12 +24,12 @@ from trimtab.planner.trace.routing import flops_of_grouped_product
 _ADD, _ADD_IN_PLACE = torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor
 _GROUPED = torch.ops.aten._grouped_mm
 _READ = torch.ops.aten._local_scalar_dense.default
-_WITHOUT_KERNEL = 9  # memory traffic of a host that has no such kernel: see `trimtab.optim.stochastic_rounding`
+_WITHOUT_KERNEL = 9  # memory traffic of a host without such a kernel: see `trimtab.optim.stochastic_rounding`
 _NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: "fp8"}
 
 
 class Event(NamedTuple):
-    """A storage is allocated or freed."""
+    """The allocation or release of a storage."""
 
     storage: int  # unique in a trace
     size: int  # bytes if it is allocated; 0 if it is freed
@@ -44,7 +44,7 @@ class Op(NamedTuple):
     stage: str
     flops: int  # a multiply-add counts two; 0 for operations that only move memory
     moved: int  # bytes read and written
-    dtype: str  # of the product: fp32, bf16, fp16, fp8
+    dtype: str  # dtype of the product: fp32, bf16, fp16, fp8
 
 
 class Owner(NamedTuple):
@@ -66,15 +66,15 @@ class Birth(NamedTuple):
 
 
 class Place(NamedTuple):
-    """A part of the step: one pass of one block, or the code between blocks."""
+    """A part of the step: one pass of a block, or the code between blocks."""
 
     kind: str  # "forward" or "backward" of a block, its "weights" or their "state"; "" between blocks
     owner: Owner | None
-    number: int  # how many passes of this kind the block had before
+    number: int  # the number of earlier passes of this kind of the block
 
 
 class Segment(NamedTuple):
-    """Where the events and operations of one place start."""
+    """The start of the events and operations of one place."""
 
     place: Place
     first_event: int
@@ -83,7 +83,7 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True)
 class Mark:
-    """A named moment, such as the end of forward."""
+    """A named point in time, such as the end of forward."""
 
     name: str
     event: int  # number of events before it
@@ -97,7 +97,7 @@ class Trace:
         events: Allocations and frees in chronological order, starting with tensors that exist before the step.
         births: The allocation of each storage.
         ops: Operations of the timed step.
-        marks: Named moments.
+        marks: Named points in time.
         gradients: Storages that became gradients of parameters.
         segments: The parts of the step, in order.
         shares: Bytes per block of operations between blocks that work on all parameters, by index in `ops`.
@@ -117,7 +117,7 @@ class Trace:
 
 
 class Rules(Protocol):
-    """What a real device allocates in addition to the tensors of a step."""
+    """Memory that a real device allocates in addition to the tensors of a step."""
 
     def temporaries(self, func: Any, args: tuple[Any, ...], out: Any) -> list[int]:
         """Bytes of temporary buffers that a kernel allocates before its outputs."""
@@ -126,22 +126,22 @@ class Rules(Protocol):
         """Bytes of temporary buffers that a kernel allocates after its outputs."""
 
     def kept(self, func: Any, args: tuple[Any, ...], in_backward: bool) -> list[tuple[str, int]]:
-        """Workspaces that a library allocates in its first call and keeps: name and bytes of each."""
+        """Workspaces that a library allocates in its first call and keeps: the name and bytes of each."""
 
     def stand_in(self, func: Any) -> Callable[..., Any] | None:
         """The replacement of an operation that does not run on `meta`; None if there is none."""
 
 
 class Recorder(TorchDispatchMode):
-    """Runs operations on `meta` tensors and records what they would allocate and free.
+    """Run operations on `meta` tensors and record what they would allocate and free.
 
     Args:
         rules: The rules of the simulated device.
-        answer: Returns the value for code that reads a tensor (`bool(tensor)`, `tensor.item()`) that is not known.
+        answer: Returns the value for code that reads an unknown tensor (`bool(tensor)`, `tensor.item()`).
 
     Attributes:
         values: The values of small tensors that are known.
-        modules: The module that runs, by which tensors are named.
+        modules: The running module, after which tensors are named.
         remarks: See `Trace`; a dict keeps their order.
     """
 
@@ -149,8 +149,8 @@ class Recorder(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._rules, self._answer = rules, answer
         self.values, self.modules = KnownValues(), ModuleNames()
-        self._living: dict[int, int] = {}  # address of a storage, and its number; -1 is not on the device
-        self._stand_for: dict[int, torch.Tensor] = {}  # parameters of tensors on the host, by address
+        self._living: dict[int, int] = {}  # the number of each storage by address; -1 if it is not on the device
+        self._stand_for: dict[int, torch.Tensor] = {}  # parameters that tensors on the host belong to, by address
         self._owners_on_host: dict[int, Owner | None] = {}
         self._kept: set[str] = set()
         self._library: list[Event] = []
@@ -190,7 +190,7 @@ class Recorder(TorchDispatchMode):
             tuple(self.remarks),
         )
 
-    # ------------------------------------------------------------------ where the step is
+    # ------------------------------------------------------------------ the position in the step
 
     @property
     def stage(self) -> str:
@@ -204,12 +204,12 @@ class Recorder(TorchDispatchMode):
 
     @property
     def is_in_backward(self) -> bool:
-        """Whether backward runs."""
+        """Whether backward is running."""
         return self._stage == "backward"
 
     @contextmanager
     def during(self, stage: str) -> Iterator[None]:
-        """Record what runs inside as a stage of the step."""
+        """Record everything inside the context as a stage of the step."""
         before, self._stage = self._stage, stage
         self.mark(f"{stage} begins")
         try:
@@ -221,7 +221,7 @@ class Recorder(TorchDispatchMode):
 
     @contextmanager
     def recomputing(self) -> Iterator[None]:
-        """Record what runs inside as recomputation."""
+        """Record everything inside the context as recomputation."""
         before, self._is_recomputing = self._is_recomputing, True
         try:
             yield
@@ -230,7 +230,7 @@ class Recorder(TorchDispatchMode):
 
     @contextmanager
     def updating(self) -> Iterator[None]:
-        """Record what runs inside as the optimizer, which updates single parameters inside backward."""
+        """Record everything inside the context as the optimizer, which updates single parameters inside backward."""
         before, self._is_updating = self._is_updating, True
         try:
             yield
@@ -238,7 +238,7 @@ class Recorder(TorchDispatchMode):
             self._is_updating = before
 
     def mark(self, name: str) -> None:
-        """Give this moment a name."""
+        """Name the current point in time."""
         self.marks.append(Mark(name, len(self.events)))
 
     def enter(self, kind: str, owner: Owner | None) -> None:
@@ -254,7 +254,7 @@ class Recorder(TorchDispatchMode):
     def _owner(self) -> Owner | None:
         return self.segments[-1].place.owner if self.segments else None
 
-    # ------------------------------------------------------------------ what exists already
+    # ------------------------------------------------------------------ existing tensors
 
     def adopt(self, tensors: Iterable[torch.Tensor], part: str) -> None:
         """Record existing tensors as allocated now."""
@@ -263,11 +263,12 @@ class Recorder(TorchDispatchMode):
                 self._bear(tensor, part, "", self._owner, self.modules.of_parameter(tensor))
 
     def adopt_on_host(self, tensors: list[torch.Tensor], parameters: Iterable[torch.Tensor]) -> None:
-        """Record existing tensors of parameters as host memory; operations on such tensors alone run on the host."""
+        """Record existing tensors of parameters as host memory; operations only on such tensors run on the host."""
         self._has_host_weights = True
         for tensor, parameter in zip(tensors, parameters, strict=True):
             address = tensor.untyped_storage()._cdata
-            if address == parameter.untyped_storage()._cdata:  # the parameter itself is on the host, and is adopted
+            # the parameter itself is on the host and already recorded
+            if address == parameter.untyped_storage()._cdata:
                 continue
             with self.on_host():
                 self.adopt([tensor], "host")
@@ -286,7 +287,7 @@ class Recorder(TorchDispatchMode):
 
     @contextmanager
     def born_as(self, part: str) -> Iterator[None]:
-        """Record new tensors inside as this part of the anatomy."""
+        """Record new tensors inside the context as this part of the anatomy."""
         before, self._part = self._part, part
         try:
             yield
@@ -295,7 +296,7 @@ class Recorder(TorchDispatchMode):
 
     @contextmanager
     def on_host(self) -> Iterator[None]:
-        """Record new tensors inside as host memory, which does not count."""
+        """Record new tensors inside the context as host memory, which is not counted."""
         before, self._is_on_host = self._is_on_host, True
         try:
             yield
@@ -304,7 +305,7 @@ class Recorder(TorchDispatchMode):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Record nothing inside; tensors created there must be freed before the end."""
+        """Record nothing inside the context; tensors created there must be freed before its end."""
         before, self._is_paused = self._is_paused, True
         try:
             yield
@@ -315,7 +316,7 @@ class Recorder(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled here, and the guard against it costs as much as a small operation
+        return False  # nothing is compiled here, and the guard against it would cost as much as a small operation
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -408,7 +409,7 @@ class Recorder(TorchDispatchMode):
             self._share_out(tensors)
 
     def _are_on_host(self, args: Any) -> bool:
-        """Whether all tensors among the arguments are in host memory, and there are any."""
+        """Whether all tensors among the arguments are in host memory, and there is at least one."""
         tensors = [tensor for tensor in tensors_in(args) if tensor.is_meta]
         tensors = [tensor for tensor in tensors if tensor.dim()] or tensors  # scalars may be anywhere
         return bool(tensors) and all(self._living.get(t.untyped_storage()._cdata) == -1 for t in tensors)
@@ -446,7 +447,7 @@ class Recorder(TorchDispatchMode):
         if address in self._living or not size:
             return False
         if self._is_on_host:
-            number = -1  # its views do not count either
+            number = -1  # views of such storages do not count either
             self._owners_on_host[address] = owner
         else:
             is_wide = self.vocab_size is not None and tensor.dim() > 1 and tensor.shape[-1] == self.vocab_size
@@ -473,7 +474,7 @@ class Recorder(TorchDispatchMode):
     # ------------------------------------------------------------------ sums of gradients
 
     def _adds_in_place(self, args: Any, kwargs: Any) -> bool:
-        """Whether this is autograd accumulating two gradients in place of the first.
+        """Whether this operation is autograd adding two gradients in place of the first.
 
         On real devices it adds in place if autograd holds the only reference to the first gradient; on `meta` it never
         does, so the recorder decides.
@@ -518,7 +519,7 @@ _TENSORS_OF_PRODUCTS = {"mm": 2, "bmm": 2, "addmm": 3, "baddbmm": 3}
 
 
 def tensor_bytes(tensor: torch.Tensor) -> int:
-    """The bytes of a tensor; an expanded one is read once."""
+    """The bytes of a tensor; an expanded tensor is read once."""
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
 
 
@@ -530,19 +531,19 @@ def _flops(func: Any, args: tuple[Any, ...], out: Any) -> tuple[int, str]:
         return 0, "fp32"
     dtype = _NAMES.get(tensors[0].dtype, "fp32")
     if "attention" in name:
-        first = 1 if "backward" in name else 0  # backward has five products in place of two
+        first = 1 if "backward" in name else 0  # backward has five products instead of two
         query, key, value = args[first : first + 3]
         flops = _flops_of_attention(query, key, value, args[_MAX_LENGTH[name]] if name in _MAX_LENGTH else None)
         if any(args[index] for index in _causal(func) if index < len(args)):
-            flops //= 2  # kernels skip what lies above the diagonal
+            flops //= 2  # kernels skip the part above the diagonal
         return flops * 5 // 2 if first else flops, dtype
-    if func._overloadpacket is _GROUPED:  # torch counts none
+    if func._overloadpacket is _GROUPED:  # torch counts no FLOPs
         return flops_of_grouped_product(*args[:2]), dtype
     count = flop_registry.get(func._overloadpacket)
     if count is None:
         return 0, dtype
     num_tensors = _TENSORS_OF_PRODUCTS.get(name)
-    if num_tensors is not None:  # as torch counts them, in a tenth of the time
+    if num_tensors is not None:  # the same result as torch's counter, in a tenth of the time
         last = args[num_tensors - 1]  # a dtype may follow
         return 2 * out.numel() * last.shape[-2], _NAMES.get(last.dtype, "fp32")
     return int(count(*args, out_val=out)), dtype
@@ -550,7 +551,7 @@ def _flops(func: Any, args: tuple[Any, ...], out: Any) -> tuple[int, str]:
 
 @cache
 def _causal(func: Any) -> list[int]:
-    """Position of the argument of an attention kernel that says whether tokens see earlier ones only."""
+    """Position of the argument of an attention kernel that says whether tokens attend only to earlier ones."""
     names = [argument.name for argument in func._schema.arguments]
     return [names.index(name) for name in ("is_causal", "custom_mask_type") if name in names]
 
@@ -567,6 +568,6 @@ _MAX_LENGTH = {
 
 
 def _flops_of_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, max_length: int | None) -> int:
-    """FLOPs of the two products of attention. Keys may have fewer heads than queries; packed rows count as longest."""
+    """FLOPs of attention's two products. Keys may have fewer heads than queries; packed rows count as the longest."""
     pairs = query.numel() // query.shape[-1] * (max_length or key.shape[-2])
     return 2 * pairs * (query.shape[-1] + value.shape[-1])

@@ -1,7 +1,8 @@
-"""Operations of mixtures of experts as CUDA runs them.
+"""Operations of mixture-of-experts models as CUDA runs them.
 
-Experts are one grouped product, which transformers uses by default: a tensor holds the tokens of all experts, sorted by
-expert, so no shape depends on the routing. Models that loop over experts get balanced choices: see `known_values.py`.
+The experts are one grouped product, which transformers uses by default: a tensor holds the tokens of all experts,
+sorted by expert, so no shape depends on the routing. Models that loop over experts get balanced choices: see
+`known_values.py`.
 """
 
 from collections.abc import Callable
@@ -17,12 +18,12 @@ def _grouped_mm(
 ) -> torch.Tensor:
     """The result of a grouped product, with rows of a multiple of 16 bytes.
 
-    torch's CUDA kernel is for bf16; a product in another dtype is one matrix product per expert, which writes into the
-    same result. Autocast changes neither. torch's function for `meta` accepts bf16 alone.
+    torch's CUDA kernel is for bf16; a product in another dtype is one matrix product per expert, which writes to the
+    same result. Autocast affects neither. torch's function for `meta` accepts only bf16.
     """
     for tensor in (left, right):
         row_bytes = max(tensor.stride()[-2:]) * tensor.element_size()
-        if row_bytes % 16:  # the kernel refuses it, also in fp32
+        if row_bytes % 16:  # the kernel rejects it, also in fp32
             raise RuntimeError(f"grouped product: rows of {row_bytes} bytes, not a multiple of 16")
     is_flat = left.dim() == 2, right.dim() == 2
     if all(is_flat):
@@ -41,14 +42,14 @@ def _grouped_mm(
 
 
 def flops_of_grouped_product(left: torch.Tensor, right: torch.Tensor) -> int:
-    """FLOPs of a grouped product: every row is multiplied with the matrix of one expert."""
+    """FLOPs of a grouped product: every row is multiplied by the matrix of one expert."""
     is_of_one_side = left.dim() == 3 and right.dim() == 2  # whose columns are divided among the matrices
     num_left = left.numel() // left.shape[0] if is_of_one_side else left.numel()
     return 2 * num_left * right.shape[-1]
 
 
 def sort_temporaries(args: tuple[Any, ...]) -> list[int]:
-    """A sort of many values numbers them, and its radix sort has a second copy of values and numbers."""
+    """Temporaries of sorting many values: their indices, and a second copy of values and indices for radix sort."""
     values = args[0]
     dims = [arg for arg in args[1:] if type(arg) is int]
     length = values.shape[dims[0] if dims else -1] if values.dim() else 1
@@ -57,6 +58,6 @@ def sort_temporaries(args: tuple[Any, ...]) -> list[int]:
     return [8 * values.numel(), values.numel() * (values.element_size() + 8)]
 
 
-_MOST_OF_A_SMALL_SORT = 4096  # values, which are sorted in shared memory
+_MOST_OF_A_SMALL_SORT = 4096  # up to this number, values are sorted in shared memory
 
 STAND_INS: dict[Any, Callable[..., Any]] = {aten._grouped_mm.default: _grouped_mm}

@@ -1,4 +1,4 @@
-"""Copies a model without some of its repeated blocks, for tracing."""
+"""Copy a model without some of its repeated blocks, for tracing."""
 
 import contextlib
 import copy
@@ -37,8 +37,8 @@ def shorten(
         mark: Returns a value for the number of a block, counted over all stacks; blocks with different values are not
             interchangeable.
         allowed: False copies the whole model.
-        reaches_far: Whether what happens in a block may depend on others up to a period away. Blocks of more than one
-            kind, such as those that share keys, may anyway.
+        reaches_far: Whether the computation of a block may depend on others up to a period away. Blocks of more than
+            one kind, such as those that share keys, always may.
     """
     stacks = stacks_of(whole)
     repeats: dict[int, Repeat] = {}
@@ -59,12 +59,12 @@ def shorten(
 
 
 def _kind(model: Any, block: torch.nn.Module, number: int) -> Any:
-    """What must be equal in interchangeable blocks: class, weight shapes, and per-layer settings of the config."""
+    """What interchangeable blocks must share: class, weight shapes, and per-layer settings of the config."""
     tensors = [*block.named_parameters(), *block.named_buffers()]
     shapes = tuple((name, tuple(tensor.shape), tensor.dtype, tensor.requires_grad) for name, tensor in tensors)
     config = getattr(model.config, "text_config", None) or model.config
     own = tuple(
-        repr(values[number])  # such as the kind of each block, or which of them have no positions
+        repr(values[number])  # such as the kind of each block, or which blocks have no positions
         for _, values in sorted(vars(config).items())
         if isinstance(values, list | tuple) and number < len(values)
         if len(values) == getattr(config, "num_hidden_layers", None)
@@ -73,7 +73,7 @@ def _kind(model: Any, block: torch.nn.Module, number: int) -> Any:
 
 
 def _copied(whole: Any, stacks: list[tuple[str, list[torch.nn.Module]]], kept: list[list[int]]) -> Any:
-    """Copy the model with only these blocks, without copying the others first."""
+    """Copy the model with only these blocks; the other blocks are never copied."""
     homes = [whole.get_submodule(name) for name, _ in stacks]
     before = [dict(home._modules) for home in homes]
     try:
@@ -98,12 +98,12 @@ def _fit_config(model: Any, lengths: list[int], kept: list[list[int]]) -> None:
         config._trimtab_shortened = True
         types = getattr(config, "layer_types", None)
         if types is not None and len(types) == lengths[0]:
-            with contextlib.suppress(AttributeError):  # Mamba's are all the same, and follow from their number
+            with contextlib.suppress(AttributeError):  # Mamba's blocks are all the same, and follow from their number
                 config.layer_types = [types[number] for number in kept[0]]
         if getattr(config, "num_hidden_layers", None) == lengths[0]:
             with contextlib.suppress(
                 NotImplementedError
-            ):  # ProphetNet's is the sum of two numbers, which it does not read
+            ):  # ProphetNet's number of layers is the sum of two settings, and is not read
                 config.num_hidden_layers = len(kept[0])
     for index, numbers in enumerate(kept):
         for position, number in enumerate(numbers):

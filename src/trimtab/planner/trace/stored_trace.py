@@ -1,4 +1,4 @@
-"""A trace as plain JSON values, and back: what the cache of predictions writes.
+"""Convert a trace to plain JSON values and back, for the cache of predictions.
 
 Blocks repeat their operations, and storages their sizes and names, so each distinct one is stored once.
 """
@@ -34,7 +34,7 @@ def as_plain(trace: Trace) -> dict[str, Any]:
 
 
 def from_plain(values: dict[str, Any]) -> Trace:
-    """The trace of `as_plain`, after a way through JSON.
+    """Restore a trace from the result of `as_plain`, which may have been stored as JSON.
 
     Raises:
         KeyError, IndexError, TypeError, ValueError: These are not the values of a trace.

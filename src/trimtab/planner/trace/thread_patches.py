@@ -1,4 +1,4 @@
-"""Patches functions for the planning thread only.
+"""Replace functions for the planning thread only.
 
 To trace a step as a GPU would run it, some functions of torch and of trimtab are replaced in their modules during a
 plan. The replacement dispatches by thread: the planning thread gets the stand-in, all other threads get the original.
@@ -28,7 +28,7 @@ def one_plan_at_a_time() -> Iterator[None]:
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
     """Replace an attribute of an object, class or module for all threads."""
     is_own = name in vars(owner)
-    before = vars(owner).get(name)  # not getattr: of a class it would bind static and class methods
+    before = vars(owner).get(name)  # not getattr, which would bind static and class methods of a class
     setattr(owner, name, value)
     try:
         yield

@@ -24,14 +24,14 @@ _LIBRARIES: dict[str, dict[str, Rule]] = {
     "TRL and PEFT": TRL,
 }
 _SHARED = {name for answers in _LIBRARIES.values() for name in answers}
-# names of recipe keys, too: in a wrong place they are answered as such
+# these are also names of recipe keys: in a wrong place they are answered as such
 _OURS = {"adapter", "optimizer", "seed", "batch_size", "epochs", "loss", "compile", "model", "name", "prompt"}
 for _tool, _answers in (("Axolotl", AXOLOTL), ("Unsloth", UNSLOTH), ("torchtune", TORCHTUNE), ("Ludwig", LUDWIG)):
     _LIBRARIES[_tool] = {name: rule for name, rule in _answers.items() if name not in _SHARED | _OURS}
 
 
 def translate_key(name: str, value: Any, section: Mapping[str, Any]) -> str:
-    """Return what to write instead of a key of another library; empty if no known library has the key.
+    """Return what to write instead of a key of another library; empty if no known library has such a key.
 
     Args:
         name: The key, without its section.
@@ -45,6 +45,6 @@ def translate_key(name: str, value: Any, section: Mapping[str, Any]) -> str:
 
 
 def translate_value(key: str, value: Any) -> str:
-    """Return what to write instead of a value of another library for one of our keys; empty if it is not known."""
+    """Return what to write instead of another library's value for one of our keys; empty if it is unknown."""
     ours = VALUES.get(key, {}).get(str(value).lower())
     return f"write {ours}" if ours else ""

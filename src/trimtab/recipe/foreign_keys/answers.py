@@ -1,4 +1,4 @@
-"""What to write instead of a key of another tool: answers, and the rules that make them from a value."""
+"""What to write instead of a key of another tool: answers, and the rules that derive them from a value."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ class Answer:
         text: The answer in words, as part of an error message.
         settings: The recipe keys to write, dotted, with their values; empty if there are none.
         is_lost: Whether the key sets something that a recipe cannot express.
-        note: Where the settings differ from what the key means.
+        note: How the settings differ from the meaning of the key.
     """
 
     text: str
@@ -36,7 +36,7 @@ def all_of(names: str, value: V) -> dict[str, V]:
     return dict.fromkeys(names.split(), value)
 
 
-# Recipe key → value in another tool (in lower case) → our value; a note in brackets says where they differ.
+# Recipe key → value in another tool (in lower case) → our value; a note in brackets says how they differ.
 VALUES: dict[str, dict[str, str]] = {
     "train.precision": {
         **all_of("16-mixed fp16-mixed 16 half float16", "fp16"),
@@ -98,7 +98,7 @@ def write(key: str, convert: Callable[[Any], Any] = lambda value: value, note: s
 
 
 def write_named(key: str) -> Rule:
-    """Answer with one recipe key, whose values have other names there."""
+    """Answer with one recipe key whose values have other names in the other tool."""
 
     def rule(value: Any, section: Mapping[str, Any]) -> Answer:
         ours = VALUES[key].get(str(value).lower())
@@ -149,7 +149,7 @@ def metric_name(value: Any) -> Any:
 
 
 def steps_of(key: str) -> Rule:
-    """Answer with an interval; a number below 1 is a share."""
+    """Answer with an interval; a number below 1 is a share of the run."""
 
     def rule(value: Any, section: Mapping[str, Any]) -> Answer:
         if isinstance(value, float) and value < 1:

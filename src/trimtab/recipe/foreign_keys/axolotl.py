@@ -28,7 +28,7 @@ from trimtab.recipe.foreign_keys.answers import (
 )
 from trimtab.recipe.foreign_keys.hugging_face import HF_TRAINER, lora_init
 
-# What Axolotl does where a file leaves a key out, and a recipe would do something else.
+# Axolotl's defaults for missing keys that differ from a recipe's.
 DEFAULTS: dict[str, Any] = {
     "num_epochs": 1.0,
     "lr_scheduler": "cosine",
@@ -39,7 +39,7 @@ DEFAULTS: dict[str, Any] = {
 }
 # The other key with the same meaning.
 INSTEAD = {"val_set_size": "test_datasets", "warmup_ratio": "warmup_steps"}
-# Keys of other kinds of training: a recipe without them would be another run.
+# Keys of other kinds of training: without them, a recipe would be a different run.
 REFUSED = {
     "rl": "preference and reinforcement learning",
     "reward_model": "training of reward models",
@@ -219,7 +219,7 @@ def _special_tokens(value: Any, section: Mapping[str, Any]) -> Answer:
 
 
 def chat_template(value: Any, section: Mapping[str, Any]) -> Answer:
-    """Answer for the name of a chat template, of the file or of a dataset."""
+    """Answer for the name of a chat template, in the file or in a dataset."""
     if str(value).startswith("tokenizer_default"):
         return left_out("the template of the tokenizer is used")
     return left_out("the template of the tokenizer is used; to use another one, save it in the tokenizer", is_lost=True)

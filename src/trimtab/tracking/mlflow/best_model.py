@@ -1,4 +1,4 @@
-"""Logs the best model of a run to the tracking server, and registers it if a name is given.
+"""Log the best model of a run to the tracking server, and register it if a name is given.
 
 The alias `best` of a registered model moves only to a version that is better by the same metric.
 """
@@ -45,7 +45,7 @@ def log_best_model(
     higher_is_better: bool | None,
     tell: Callable[[str], None] = say,
 ) -> str | None:
-    """Log a model with its run, and register it; a model that the server has already is not uploaded again.
+    """Log a model with its run, and register it; a model that the server already has is not uploaded again.
 
     Args:
         client: Client of the server that has the run.
@@ -55,7 +55,7 @@ def log_best_model(
         metric: Metric that has selected the model.
         value: Its value; None if nothing was evaluated.
         higher_is_better: Its direction; None if unknown, which rules out the alias `best`.
-        tell: Takes lines for the user.
+        tell: Called with each line for the user.
 
     Returns:
         The address `models:/ID`; None if the folder contains no model.
@@ -89,7 +89,7 @@ def log_best_model(
 
 
 def _find_logged(client: "MlflowClient", run: Any, mark: str) -> Any:
-    """Return the same model of the same run, uploaded completely or in part; None if there is none."""
+    """Return the same model of the same run, uploaded completely or partially; None if there is none."""
     found = client.search_logged_models(
         [run.info.experiment_id],
         filter_string=f"source_run_id = '{run.info.run_id}' AND tags.`{_FINGERPRINT}` = '{mark}'",

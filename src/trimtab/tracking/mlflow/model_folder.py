@@ -1,8 +1,8 @@
-"""Converts a Hugging Face folder into a folder that MLflow loads and serves.
+"""Convert a Hugging Face folder into a folder that MLflow loads and serves.
 
-MLflow's own loader is used wherever it reproduces the trained model. Where it does not (there are no pipelines for
-encoder-decoders; an adapter may add a head or tokens to its base, or need a quantized base), MLflow serves it through
-trimtab, and a note states it. Weights are symlinked, so that they are read once, during the upload.
+MLflow's own loader is used if it reproduces the trained model. If it does not (there are no pipelines for
+encoder-decoders; an adapter may add a head or tokens to its base, or need a quantized base), MLflow serves the model
+through trimtab, and a note says so. Weights are symlinked, so that they are read once, during the upload.
 """
 
 import hashlib
@@ -37,7 +37,7 @@ _AUTO_CLASSES = {"causal-lm": "AutoModelForCausalLM", "sequence-classification":
 _MULTI_LABEL = "multi_label_classification"
 _SEVERAL_LABELS = "its pipeline returns one label where the model has several"
 _EXAMPLE = "a short text"
-_NEW_TOKENS = 100  # that a served model generates unless the request sets a number
+_NEW_TOKENS = 100  # number of tokens that a served model generates unless the request sets it
 
 
 @dataclass(frozen=True)
@@ -212,7 +212,7 @@ def _write_pyfunc(source: SourceModel, target: Path, mlflow_model: Any) -> None:
         pip_requirements=_requirements(source),
         model_config=_pipeline_settings(source) if by_mlflow else None,
     )
-    for name in ("uv.lock", "pyproject.toml"):  # MLflow copies those of the current directory
+    for name in ("uv.lock", "pyproject.toml"):  # MLflow would copy the files of the current directory
         (target / name).unlink(missing_ok=True)
     if by_mlflow:
         flavor = _adapter_flavor(source)
@@ -229,7 +229,7 @@ def _write_prompt_tokenizer(source: SourceModel, target: Path) -> None:
     """Write the tokenizer of MLflow's pipeline so that it encodes prompts as in training.
 
     A pipeline adds special tokens. A tokenizer that appends EOS would end each prompt, so that nothing is generated;
-    and chat messages have their special tokens already, from the template.
+    and chat messages already have their special tokens from the template.
     """
     from tokenizers import processors
 
@@ -266,7 +266,7 @@ def _adapter_flavor(source: SourceModel) -> dict[str, Any]:
 def _write_base(source: SourceModel, target: Path) -> None:
     """Write a base with the labels of the adapter: a config, and an index that refers to the base's own weight files.
 
-    MLflow's loader takes the base unchanged, and has no argument for the number of labels.
+    MLflow's loader uses the base unchanged, and has no argument for the number of labels.
     """
     from safetensors import safe_open
 

@@ -1,4 +1,4 @@
-"""Ranks the runs of an experiment on a tracking server by a metric."""
+"""Rank the runs of an experiment on a tracking server by a metric."""
 
 import json
 import math
@@ -44,7 +44,7 @@ class TrackedRun:
 
 @dataclass(frozen=True)
 class Ranking:
-    """The runs of an experiment, the best first; those without a value of the metric last."""
+    """The runs of an experiment, best first; those without a value of the metric last."""
 
     experiment: str
     uri: str
@@ -84,7 +84,7 @@ def rank_experiment(client: "MlflowClient", uri: str, name: str, metric: str | N
         cure = suggest_names(metric, sorted(known), "they have") if known else "run an evaluation first"
         raise RecipeError(why, cure)
 
-    def order(run: TrackedRun) -> tuple[bool, float, int]:  # of equal runs, the older one first
+    def order(run: TrackedRun) -> tuple[bool, float, int]:  # older runs come first among equals
         value = 0.0 if run.value is None else run.value
         return run.value is None, -value if rises else value, run.started_ms
 
@@ -131,7 +131,7 @@ def _tracked_run(client: "MlflowClient", run: Any, model: Any, metric: str) -> T
 
 
 def _selecting_metric(experiment: str, models: Mapping[str, Any]) -> str:
-    """Return the metric that has selected the models of an experiment."""
+    """Return the metric that selected the models of an experiment."""
     metrics = list(dict.fromkeys(str(model.tags[METRIC]) for model in models.values() if METRIC in model.tags))
     if len(metrics) == 1:
         return metrics[0]
@@ -143,7 +143,7 @@ def _selecting_metric(experiment: str, models: Mapping[str, Any]) -> str:
 
 
 def _is_higher_better(metric: str, models: Sequence[Any]) -> bool:
-    """Return the direction of a metric: as the models have recorded it, else by its name."""
+    """Return the direction of a metric: as recorded by the models, else by its name."""
     recorded = {model.tags.get(HIGHER_IS_BETTER) for model in models} - {None}
     if len(recorded) == 1 and {model.tags.get(METRIC) for model in models} == {metric}:
         return recorded == {"true"}

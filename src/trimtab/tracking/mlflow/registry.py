@@ -1,4 +1,4 @@
-"""Finds models on a tracking server and makes them available as local folders.
+"""Find models on a tracking server, and make them available as local folders.
 
 A name such as `best:imdb` or `models:/reviews@best` can mean another model tomorrow. It is first resolved to an exact
 model, which a run records, and then to a folder: the server's own if its files are on this machine, else a cached copy.
@@ -67,12 +67,12 @@ def is_tracked_model(text: str) -> bool:
 
 
 def rank_runs(experiment: str, metric: str | None = None, uri: str | None = None) -> Ranking:
-    """Rank the runs of an experiment by a metric on eval rows, the best first.
+    """Rank the runs of an experiment by a metric on eval rows, best first.
 
     Args:
         experiment: Its name.
-        metric: Metric such as accuracy; None is the one that has selected its models.
-        uri: The server; None is MLFLOW_TRACKING_URI, or the store below `runs`.
+        metric: Metric such as accuracy; None uses the one that selected its models.
+        uri: The server; None uses MLFLOW_TRACKING_URI, or the store in `runs`.
 
     Raises:
         RecipeError: There is no such experiment, or no run has a value of that metric.
@@ -87,7 +87,7 @@ def find_model(text: str, uri: str | None = None) -> TrackedModel:
     Args:
         text: `best:EXPERIMENT`, `best:EXPERIMENT?metric=f1`, `models:/NAME@ALIAS`, `models:/NAME/VERSION` or
             `models:/ID`.
-        uri: The server; None is MLFLOW_TRACKING_URI, or the store below `runs`.
+        uri: The server; None uses MLFLOW_TRACKING_URI, or the store in `runs`.
 
     Raises:
         UserError: There is no such model; the cure suggests similar names.
@@ -134,7 +134,7 @@ def pull_model(text: str, folder: Path, *, metric: str | None = None, uri: str |
 
 
 def local_source(text: str, uri: str | None = None) -> str:
-    """Replace the name of a model on a server by a local folder; other names are returned unchanged."""
+    """Replace the name of a model on a server with a local folder; other names are returned unchanged."""
     if not is_tracked_model(text):
         return text
     found = find_model(text, uri)
@@ -150,7 +150,7 @@ def best_name(experiment: str, metric: str | None) -> str:
 
 @contextmanager
 def _server(uri: str | None) -> Iterator[tuple["MlflowClient", str]]:
-    """Open a client that gives up soon, and translate its exceptions."""
+    """Open a client with short timeouts, and translate its exceptions."""
     address = default_uri() if uri in (None, "local") else str(uri)
     check_address(address)
     path = sqlite_file(address)
@@ -272,6 +272,6 @@ def _download(root: str, target: Path, uri: str) -> None:
 
 def _cache() -> Path:
     folder = os.environ.get("TRIMTAB_CACHE") or "off"
-    if folder == "off":  # which is for tokens: a downloaded model needs a folder
+    if folder == "off":  # the cache is for tokens: a downloaded model needs a folder
         folder = "~/.cache/trimtab"
     return Path(folder).expanduser() / "models"

@@ -34,13 +34,13 @@ _REQUEST_S = 10
 _UPLOAD_S = 120  # a server may copy a large file to its object store before it responds
 _FORCED = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",  # by default mlflow retries for minutes
-    "MLFLOW_ENABLE_ASYNC_LOGGING": "false",  # a response must mean that the data is stored
+    "MLFLOW_ENABLE_ASYNC_LOGGING": "false",  # otherwise a response would not mean that the data is stored
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
 }
 _DEFAULTS = {
     _TIMEOUT: str(_REQUEST_S),
     "MLFLOW_DISABLE_TELEMETRY": "true",
-    "MLFLOW_LOGGING_LEVEL": "CRITICAL",  # it logs a traceback each time that a database is locked
+    "MLFLOW_LOGGING_LEVEL": "CRITICAL",  # it logs a traceback each time a database is locked
 }
 _DENIED = {"UNAUTHENTICATED", "CUSTOMER_UNAUTHORIZED", "PERMISSION_DENIED"}
 _INVALID = {"INVALID_PARAMETER_VALUE", "MALFORMED_REQUEST"}
@@ -58,12 +58,12 @@ class Row:
 
 @dataclass(frozen=True)
 class UploadFailure:
-    """Why a server, or the disk, has refused something.
+    """Why a server or the disk refused something.
 
     Attributes:
         words: One line for the user.
-        cure: What the user has to do, where waiting does not help.
-        recovery: Message for the recovery, where it was not the server that failed.
+        cure: What the user has to do, if waiting does not help.
+        recovery: Message for the recovery, if it was not the server that failed.
         is_gone: Whether the server responds, but does not have the run or model.
     """
 
@@ -140,7 +140,7 @@ class MlflowServer:
     def open_run(self, experiment_id: str, name: str, token: str, started_ms: int, parent: str | None) -> str:
         """Return the id of the run that is tagged with `token`, created if needed.
 
-        Searched first, because the response to an earlier `create_run` may have been lost.
+        It is searched first, because the response to an earlier `create_run` may have been lost.
         """
         found = self.client.search_runs([experiment_id], f"tags.`{RUN_TAG}` = '{token}'", max_results=1)
         if found:
@@ -300,7 +300,7 @@ def _send_valid(send: Callable[[list[T]], Any], batch: list[T]) -> list[T]:
     """Send a batch; if the server finds a value invalid, bisect the batch and send the rest.
 
     Returns:
-        What the server does not accept.
+        The values that the server does not accept.
     """
     try:
         send(batch)

@@ -30,10 +30,10 @@ _NO_RUN = "call engine.init_trackers(PROJECT) first"
 
 
 class MlflowTracker:
-    """Writes a run to a folder, ROOT/PROJECT/NAME, which is uploaded to MLflow.
+    """Write a run to a folder, ROOT/PROJECT/NAME, which is uploaded to MLflow.
 
-    `finish` sets the run to FINISHED. If the program ends by an exception before, the run is FAILED, with the reason,
-    or KILLED for Ctrl-C; after a kill it is FAILED.
+    `finish` sets the run to FINISHED. If an exception ends the program first, the run is FAILED, with the reason, or
+    KILLED after Ctrl-C; if the process is killed, the run is FAILED.
 
     Args:
         root: Parent of the project folders; by default `runs`.
@@ -70,9 +70,9 @@ class MlflowTracker:
             uri: The server, as a recipe's `track.uri`: local (the default), none, http://…, sqlite:///…, databricks.
             run_name: Name of the run and of its folder; by default the next free number.
             parent: MLflow's id of the parent run.
-            nested_run: Use the run that is active in mlflow as parent.
-            resume: Resume the run of that name, also on the server; if there is none, start it. Lines of repeated steps
-                that are equal to existing ones are not written again.
+            nested_run: Whether to use the run that is active in mlflow as parent.
+            resume: Whether to resume the run of that name, also on the server; if there is none, it is started. Lines
+                of repeated steps that equal existing ones are not written again.
             tags: Additional tags.
             description: Description in MLflow's UI.
             logging_dir: Parent of the project folders, instead of the engine's project_dir.
@@ -186,7 +186,7 @@ class MlflowTracker:
 
 
 def _active_run() -> str:
-    """Return the id of the run that is active in mlflow, which is not imported for that."""
+    """Return the id of the run that is active in mlflow, without importing mlflow."""
     active = sys.modules["mlflow"].active_run() if "mlflow" in sys.modules else None
     if active is None:
         raise RecipeError("nested_run=True, and no run is active in mlflow", "name its id: parent=…")

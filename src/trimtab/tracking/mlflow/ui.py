@@ -1,4 +1,4 @@
-"""`trimtab ui`: starts MLflow's UI on the store of a folder of runs."""
+"""`trimtab ui`: start MLflow's UI on the store of a folder of runs."""
 
 import contextlib
 import http.client
@@ -31,7 +31,7 @@ def serve_ui(root: Path, port: int, tell: Callable[[str], None]) -> int:
     Args:
         root: A folder of runs, of an experiment, or of one run.
         port: Port of the UI on this machine.
-        tell: Takes a line for the user.
+        tell: Called with a line for the user.
 
     Returns:
         MLflow's exit code.
@@ -77,7 +77,7 @@ def _start_server(uri: str, port: int, output: int) -> "Iterator[subprocess.Pope
 
 
 def _wait_until_ready(process: "subprocess.Popen[bytes]", port: int) -> bool:
-    """Wait until the server responds; False if it ends before."""
+    """Wait until the server responds; return False if it ends first."""
     while process.poll() is None:
         with (
             contextlib.suppress(OSError, http.client.HTTPException),  # it is not listening yet

@@ -1,4 +1,4 @@
-"""Decides which MLflow store a run is uploaded to; `local` means a sqlite file next to the runs."""
+"""Decide which MLflow store a run is uploaded to; `local` means a sqlite file next to the runs."""
 
 import os
 import re
@@ -33,7 +33,7 @@ def tracking_uri(setting: str, run_folder: Path) -> str | None:
 
 
 def check_address(uri: str) -> None:
-    """Refuse text that is not an address: MLflow would take it for a folder.
+    """Refuse text that is not an address: MLflow would treat it as a folder.
 
     Raises:
         RecipeError: It has no scheme.

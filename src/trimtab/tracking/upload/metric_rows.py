@@ -1,4 +1,4 @@
-"""Converts lines of the journal into rows of MLflow's metrics table."""
+"""Convert lines of the journal into rows of MLflow's metrics table."""
 
 import json
 from collections.abc import Iterator, Mapping

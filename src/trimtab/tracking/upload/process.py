@@ -17,9 +17,10 @@ from trimtab.runs.tracking_file import RunDescription, upload_lock
 from trimtab.tracking.mlflow.server import UploadFailure, describe_failure, mlflow_environment
 from trimtab.tracking.upload.run_upload import RunUpload, close_killed, open_tracking
 
-_EVERY_S = 2.0  # between two batches
-_FIRST_WAIT_S, _LONGEST_WAIT_S = 1.0, 60.0  # after a failure
-_ORPHAN_S = 25.0  # to finish in after the training has died; a resumed run waits a little longer for the upload lock
+_EVERY_S = 2.0  # seconds between two batches
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 1.0, 60.0  # seconds after a failure
+# seconds to finish after the training process has died; a resumed run waits a little longer for the upload lock
+_ORPHAN_S = 25.0
 _QUIET_S, _LONGEST_QUIET_S = 30.0, 600.0  # how long a repeated outage must last before it is reported
 _DYING_S = 4.0  # the pipes of a process close a moment before its pid disappears
 
@@ -67,7 +68,7 @@ class ParentPipe:
 
 
 class MessageWriter:
-    """Writes JSON messages to the training process, one per line; redirects what mlflow prints to the log."""
+    """Write JSON messages to the training process, one per line; redirect mlflow's output to the log."""
 
     def __init__(self) -> None:
         self._out = os.fdopen(os.dup(1), "w")
@@ -91,7 +92,7 @@ class Backoff:
     last, and each time they must last longer.
 
     Args:
-        say: Takes a line for the user.
+        say: Called with a line for the user.
         begins: Consequence for the user, reported after the reason of an outage.
         ends: Reported when an attempt succeeds again.
     """
@@ -138,7 +139,7 @@ class Backoff:
 def main() -> None:
     """Upload the run that the first line of stdin describes, until it ends."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # the training receives them too, and ends this process in order
+        signal.signal(number, signal.SIG_IGN)  # the training process receives them too, and ends this process properly
     writer = MessageWriter()
     with contextlib.suppress(OSError):
         os.nice(5)

@@ -1,4 +1,4 @@
-"""Uploads a run folder to an MLflow server: metrics in the order of metrics.jsonl, recipe, files, best model.
+"""Upload a run folder to an MLflow server: metrics in the order of metrics.jsonl, recipe, files, best model.
 
 Everything is read from the folder. So a run can be uploaded while it trains, afterwards, or again to another server.
 """
@@ -43,13 +43,13 @@ _STATUS_TAGS = (  # keys of run.json that become tags
 
 
 class RunUpload:
-    """Uploads one run to one server in small steps. A step that fails is repeated as a whole.
+    """Upload one run to one server in small steps. A step that fails is repeated as a whole.
 
     Args:
         tracking: The run, and the state of its uploads.
         uri: The server.
-        tell: Takes a line for the user.
-        on_upload: Called before each file, which may take long.
+        tell: Called with a line for the user.
+        on_upload: Called before each file, whose upload may take long.
 
     Attributes:
         is_attached: Whether the server has responded and has the run.
@@ -70,7 +70,7 @@ class RunUpload:
         """Upload the next lines of the journal.
 
         Returns:
-            Whether more lines may be waiting already.
+            Whether more lines may already be waiting.
         """
         server, run_id = self._attach()
         state = self._state
@@ -101,7 +101,7 @@ class RunUpload:
         """Upload new and changed files.
 
         Args:
-            is_over: Whether the run has ended: then also the files that are written at its end.
+            is_over: Whether the run has ended; then files that are written at its end are included.
             with_model: Whether to include the best model of a run that has ended.
 
         Returns:
@@ -245,7 +245,7 @@ def _is_higher_better(metric: str, about: RunDescription, status: Mapping[str, A
 
 
 def describe_missing(tracking: Tracking, uri: str, *, with_model: bool) -> str:
-    """Describe what a server lacks of a run that has ended; empty if it has everything."""
+    """Describe what a server lacks of a finished run; empty if it has everything."""
     state = tracking.at(uri)
     num_lines = sum(1 for text, _ in complete_lines(tracking.folder / JOURNAL, state.acked) if rows_of(text))
     files = _files(tracking.folder, is_over=True, with_model=with_model and tracking.about.log_model)

@@ -1,7 +1,7 @@
-"""Finds metrics that a server has and the run folder does not.
+"""Find metrics that a server has and the run folder does not.
 
-A folder that was restored from a mirror, or from any older copy, computes steps again whose metrics the server has
-already. They are found when the upload starts again, and not sent a second time.
+A run that was restored from a mirror, or from any older copy, computes steps again whose metrics the server already
+has. They are found when the upload starts again, and not sent a second time.
 """
 
 import math
@@ -21,7 +21,7 @@ _TAIL_BYTES = 1 << 20  # of the journal, which contain the lines that were sent 
 
 
 class RowsAhead:
-    """Rows of the server that the training will write once more, with other timestamps.
+    """Rows on the server that training will write again, with other timestamps.
 
     Args:
         rows: Rows of the server.
@@ -70,7 +70,8 @@ class RowsAhead:
 def find_rows_ahead(server: MlflowServer, run_id: str, folder: Path, state: ServerState) -> RowsAhead:
     """Ask a server for rows beyond those that this folder has sent, and set `state.ahead_since_ms` if there are any.
 
-    For a folder that was never restored this is one request: the newest rows there are those that were sent last.
+    For a folder that was never restored this is one request: the newest rows on the server are those that were sent
+    last.
     """
     journal = folder / JOURNAL
     since = state.ahead_since_ms

@@ -1,7 +1,7 @@
-"""Starts the uploader process of a run, shows its messages, and waits for it at the end.
+"""Start the uploader process of a run, show its messages, and wait for it at the end.
 
-A subprocess and not a thread: importing mlflow and writing rows is Python code, which would hold the GIL while a
-training step needs it. Nor do mlflow's logging, memory and environment reach the training.
+It is a subprocess, not a thread: importing mlflow and writing rows is Python code, which would hold the GIL while a
+training step needs it. Also, mlflow's logging, memory and environment do not affect training.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ _LOG = "tracking.log"
 
 
 class MlflowUploader:
-    """Uploads a run to MLflow from a subprocess.
+    """Upload a run to MLflow from a subprocess.
 
     Args:
         folder: The run folder.
@@ -63,7 +63,7 @@ class MlflowUploader:
                     stderr=log,
                     env=environment,
                     text=True,
-                    start_new_session=True,  # Ctrl-C goes to the training alone, which then ends this process
+                    start_new_session=True,  # only the training process gets Ctrl-C, and then ends this process
                 )
         except OSError as error:
             say(f"the uploader cannot be started ({error}); upload later: trimtab track sync {self._folder}")
@@ -73,7 +73,7 @@ class MlflowUploader:
         self._listener.start()
 
     def finish(self) -> None:
-        """Wait until everything is uploaded, or nothing makes progress any longer; then report what is missing."""
+        """Wait until everything is uploaded, or nothing makes progress; then report what is missing."""
         process = self._process
         if process is None:
             return
