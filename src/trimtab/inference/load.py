@@ -142,7 +142,7 @@ class LoadedModel:
         """Evaluate the model on labelled rows.
 
         Args:
-            data: File, folder, glob or hub name, or rows: a table, or a list of dicts.
+            data: File, folder, glob or Hub name, or rows: a table, or a list of dicts.
             text: Column of the text; by default that of the training rows, or guessed.
             label: Column of the label, in the same way.
             num_rows: Use a random choice of at most this number of rows.
