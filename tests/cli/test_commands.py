@@ -310,8 +310,8 @@ def test_a_folder_in_use_is_untouched(trimtab, bert, trained):
     done = trimtab("train", "--model", bert, "--data", "reviews.csv", "--out", trained)
     assert (done.code, done.err) == (
         2,
-        "error: trained contains a finished run (step 2 of 2)\n  cure: another --out; --fresh to replace it; "
-        "or train longer: trimtab resume trained --set train.epochs=…\n",
+        "error: trained contains a finished run (step 2 of 2)\n  cure: choose another --out, pass --fresh to "
+        "replace it, or train longer: trimtab resume trained --set train.epochs=…\n",
     )
     assert {path: path.read_bytes() for path in Path(trained).rglob("*") if path.is_file()} == before
 
@@ -518,7 +518,7 @@ def test_data_show(trimtab, bert, own_folder, caplog):
     caplog.set_level("INFO", logger="trimtab")
     done = trimtab("data", "show", "--model", bert, "--data", "reviews.csv", "--eval", "reviews.csv", "--examples", 2)
     assert done.code == 0
-    assert (done.out + caplog.text).count("text: column 'text' (guessed; set data.text to change)") == 1
+    assert (done.out + caplog.text).count("text: column 'text' (guessed; set data.text to change it)") == 1
     assert "special tokens added by the tokenizer: <s> … </s>: do not add them yourself" in done.out
     assert f"<s>{ROWS[0]['text']}</s>" in done.out
     assert "example 2 (reviews.csv, line 3)" in done.out

@@ -67,7 +67,7 @@ def test_from_a_kill_to_a_longer_run(command, fork_server):
     code, _, err = command("train", "recipe.yaml", "--quiet")
     assert code == 2
     assert re.search(
-        r"mine contains an unfinished run \(step [\d,]+ of 20,000\)\n  cure: --resume to resume it, --fresh", err
+        r"mine contains an unfinished run \(step [\d,]+ of 20,000\)\n  cure: pass --resume to resume it, --fresh", err
     )
     code, out, _ = command("checkpoints", RUN)
     assert code == 0

@@ -87,7 +87,7 @@ def test_a_run_that_is_being_trained_is_not_to_be_resumed(stage):
     assert first.wait() == -signal.SIGKILL
     other = stage.train(recipe, resume=False)
     assert other.wait() == 2
-    assert "cure: --resume to resume it" in other.said
+    assert "cure: pass --resume to resume it" in other.said
 
 
 @pytest.mark.slow

@@ -45,7 +45,8 @@ def build_data(recipe: Recipe) -> Data:
         train, held_out = hold_out_rows(
             train, settings.eval_share, recipe.seed, label=label if isinstance(label, str) else None
         )
-        say(f"data.eval is not set: {len(held_out):,} of {len(train) + len(held_out):,} rows are held out to evaluate")
+        num_rows = len(train) + len(held_out)
+        say(f"data.eval is not set: {len(held_out):,} of {num_rows:,} rows are held out for evaluation")
     return Data(task, train, held_out)
 
 

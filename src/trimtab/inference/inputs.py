@@ -51,7 +51,7 @@ def _choose_columns(loaded: LoadedModel, rows: Rows, wanted: str | Sequence[str]
         name = find(rows, TEXT_NAMES)
         names = [] if name is None else [name]
     if names:
-        say(f"{rows.origin}: text from column {' and '.join(names)} (guessed; set --column to change)")
+        say(f"{rows.origin}: text from column {' and '.join(names)} (guessed; set --column to change it)")
     return names
 
 

@@ -414,9 +414,11 @@ def check_free(path: Path) -> None:
         raise RecipeError(f"{path} is not empty, and is not a run", "choose another --out, or remove the folder")
     progress = f"step {run.get('step', 0):,} of {run.get('num_steps', 0):,}"
     if run["state"] == "finished":
-        cure = f"another --out; --fresh to replace it; or train longer: trimtab resume {path} --set train.epochs=…"
+        longer = f"trimtab resume {path} --set train.epochs=…"
+        cure = f"choose another --out, pass --fresh to replace it, or train longer: {longer}"
         raise RecipeError(f"{path} contains a finished run ({progress})", cure)
-    problem, cure = f"{path} contains an unfinished run ({progress})", "--resume to resume it, --fresh to replace it, "
+    problem = f"{path} contains an unfinished run ({progress})"
+    cure = "pass --resume to resume it, --fresh to replace it, "
     holder = lock_holder(path)
     if holder is not None and holder.state == "running":
         problem += f", which process {holder.process.pid} on this machine is training"
