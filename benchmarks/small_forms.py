@@ -162,7 +162,7 @@ def text_of(report):
         "Forms without a size on disk are made in memory by the package that is named. Palettes (cluster) are decoded "
         "once, when the model is loaded. torch hides the packed weights of its own dynamic quantization, so that their "
         "memory is not counted.",
-        *(f"{name} was not made: {reason}" for name, reason in report["failed"].items()),
+        *(f"{name} failed: {reason}" for name, reason in report["failed"].items()),
         f"{where['hardware']}; {where['versions']}; commit {where['commit']}.",
     ]
     return "\n\n".join(lines) + "\n"

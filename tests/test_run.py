@@ -187,7 +187,7 @@ def test_the_names_of_runs(bert, own_folder):
     assert quick(Recipe(**settings, track={"experiment": "mine"})).folder == Path("runs/mine/001")
     assert quick(Recipe(**settings, name="second", track={"experiment": "mine"})).folder == Path("runs/mine/second")
     assert quick(Recipe(**settings, out="some/where")).folder == Path("some/where")
-    with pytest.raises(RecipeError, match="runs/mine/second holds a finished run"):
+    with pytest.raises(RecipeError, match="runs/mine/second contains a finished run"):
         quick(Recipe(**settings, name="second", track={"experiment": "mine"}))
 
 

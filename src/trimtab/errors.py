@@ -85,8 +85,8 @@ class TraceError(ModelError):
     def __init__(self, model: str, cause: Exception) -> None:
         super().__init__(
             f"no plan for {model}: its training step cannot be traced ({summarize_error(cause)})",
-            "`trimtab train` with memory.budget (a size, or auto) measures on the device what fits, with trial steps "
-            "before the first; without a budget it halves the micro-batch size when a GPU runs out of memory; or set "
+            "set memory.budget (a size, or auto): `trimtab train` then measures what fits, with trial steps on the "
+            "device; without a budget it halves the micro-batch size when a GPU runs out of memory; or set "
             "memory.micro_batch and the other keys of memory yourself",
         )
 

@@ -243,7 +243,7 @@ def test_the_memory_of_saves(tmp_path):
     assert found["foreground"] < 8
     assert 36 < found["first in background"] < 64
     assert found["growth"] < 4
-    assert errors.count("a snapshot needs 64.0 MiB of host memory, which is not free") == 3
+    assert errors.count("too little host memory for a snapshot (64.0 MiB needed)") == 3
 
 
 # ---------------------------------------------------------------------- the end of the program

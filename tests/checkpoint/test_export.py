@@ -178,7 +178,7 @@ def test_a_pending_model_is_the_one_of_its_time(tmp_path, file_size_limit, caplo
     with file_size_limit(1000):
         assert not patient.write({"step": 1})
         assert not patient.write_pending()
-    assert "it is kept in host memory" in caplog.text
+    assert "the model is kept in host memory" in caplog.text
     assert patient.problem is not None
     with torch.no_grad():
         for parameter in model.parameters():

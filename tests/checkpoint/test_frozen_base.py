@@ -113,10 +113,10 @@ def with_module(name, module):
 OTHERS = {
     "another base": (
         lambda: Model(5).frozen(*FROZEN),
-        r"not that of the checkpoint: 4 of 6 frozen parameters differ, such as embedding\.weight, which has other",
+        r"differs from the checkpoint's: 4 of 6 frozen parameters differ, such as embedding\.weight, which has other",
     ),
     **{
-        name: (lambda name=name: changed_in(name), rf"differ, such as {name}, which has other values")
+        name: (lambda name=name: changed_in(name), rf"differ, such as {name}, which has different values")
         for name in ("embedding.weight", "base.weight", "base.bias", "norm.weight", "norm.bias")
     },
     **{
@@ -224,7 +224,7 @@ def test_checkpoints_with_samples_are_still_read(tmp_path):
     saved(tmp_path / "c", resumed, Earlier)
     load(tmp_path / "c", resumed)
     resumed[0].weight += 1
-    with pytest.raises(CheckpointError, match="has other values"):
+    with pytest.raises(CheckpointError, match="has different values"):
         load(tmp_path / "c", resumed)
 
 
@@ -267,7 +267,7 @@ def test_a_quantized_base_is_the_same_or_another(tmp_path, monkeypatch):
     saved(tmp_path / "c", quantized())
     load(tmp_path / "c", quantized())
     for changed in ([(5, 7, 1.5)], [(5, 7, 100.0)]):  # another code, and another scale
-        with pytest.raises(CheckpointError, match="has other values"):
+        with pytest.raises(CheckpointError, match="has different values"):
             load(tmp_path / "c", quantized(changed))
     known = unsaved_parameters(quantized(), (), None)["0.weight"]
     assert "cpu" in known.quantized_by

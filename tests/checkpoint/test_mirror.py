@@ -209,7 +209,7 @@ def test_gone_and_back(run, tmp_path, caplog):
     for again in (mirror, mirror, Mirror(run.folder, tmp_path / "m")):  # also in a process that has just started
         assert "may be on a drive that is not mounted; mount the drive, or delete" in again.sync()
     assert not (tmp_path / "m").exists()
-    assert said(caplog, "is not up to date: its content is gone") == 2, "once in each process"
+    assert said(caplog, "is not up to date: its content is missing") == 2, "once in each process"
     (tmp_path / "elsewhere").rename(tmp_path / "m")
     assert mirror.sync() == ""
     assert steps(tmp_path / "m") == [1, 2]

@@ -610,7 +610,7 @@ def test_facts_come_back_as_they_were(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("facts", "cause"), [({"f": print}, "'f' is a builtins"), ({"t": torch.ones(1)}, "contain a tensor")]
+    ("facts", "cause"), [({"f": print}, "'f' is a builtins"), ({"t": torch.ones(1)}, "contains a tensor")]
 )
 def test_facts_that_are_none(tmp_path, facts, cause):
     with pytest.raises(CheckpointError, match=cause):

@@ -86,7 +86,7 @@ def test_missing_models(bert, tmp_path):
     for file in folder.glob("tokenizer*"):
         file.unlink()
     (line,) = problems(str(folder))
-    assert "holds no tokenizer; name one in model.tokenizer" in line
+    assert "contains no tokenizer; set model.tokenizer" in line
     assert problems({"name": str(folder), "tokenizer": bert}) == []
     (line,) = problems({"name": bert, "tokenizer": "./nowhere"})
     assert "model.tokenizer: there is no folder './nowhere'" in line

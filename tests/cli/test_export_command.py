@@ -24,4 +24,4 @@ def test_without_rows_it_says_how_to_get_the_table(trimtab, tiny):
 def test_a_mistake_is_one_message(trimtab, tiny):
     done = trimtab("export", tiny.folder("llama"), "out", "--to", "coreml")
     assert done.code == 2
-    assert done.err.endswith("error: --to coreml is not known\n  cure: one of onnx, onnx-int8, gguf, merged\n")
+    assert done.err.endswith("error: --to coreml is not valid\n  cure: use one of onnx, onnx-int8, gguf, merged\n")

@@ -49,5 +49,5 @@ def test_quantize_without_a_folder_writes_here(own_folder, tiny, trimtab):
 
 def test_a_folder_that_nobody_named_is_not_replaced(own_folder):
     (own_folder / "first-int8").mkdir()
-    with pytest.raises(RecipeError, match="first-int8 exists already"):
+    with pytest.raises(RecipeError, match="first-int8 already exists"):
         folder_of_form("runs/other/first", "int8", None)

@@ -162,7 +162,7 @@ def test_a_model_that_cannot_be_traced_is_a_clear_message(plan, own_folder, mode
     assert not out
     problem, cure = (line for line in err.splitlines() if not line.startswith("[transformers]"))
     assert re.match(r"error: no plan for \w+: its training step cannot be traced \(\w+: ", problem)
-    assert cure.startswith("  cure: `trimtab train` with memory.budget")
+    assert cure.startswith("  cure: set memory.budget")
     assert "memory.micro_batch" in cure
 
 

@@ -67,7 +67,7 @@ def test_from_a_kill_to_a_longer_run(command, fork_server):
     code, _, err = command("train", "recipe.yaml", "--quiet")
     assert code == 2
     assert re.search(
-        r"mine holds an unfinished run \(step [\d,]+ of 20,000\)\n  cure: --resume to resume it, --fresh", err
+        r"mine contains an unfinished run \(step [\d,]+ of 20,000\)\n  cure: pass --resume to resume it, --fresh", err
     )
     code, out, _ = command("checkpoints", RUN)
     assert code == 0
@@ -115,7 +115,7 @@ def test_stopped_resumed_extended_replaced(command):
     before = {path: path.stat().st_mtime_ns for path in RUN.rglob("*")}
     code, _, err = command("resume", RUN, "--set", "seed=3", "--set", "train.batch_size=4", "--set", "train.epochs=3")
     assert code == 2
-    assert "cannot resume with these changes" in err
+    assert "cannot be resumed with these changes" in err
     assert f"start a new run from the model: model: {RUN}" in err
     assert "train.batch_size: 9 → 4" in err
     assert "seed: 0 → 3" in err
@@ -126,7 +126,7 @@ def test_stopped_resumed_extended_replaced(command):
     assert code == 2
     assert "has no checkpoint of step 7" in err
     code, _, err = command("train", "recipe.yaml", "--quiet")
-    assert (code, "holds a finished run (step 20 of 20)" in err) == (2, True)
+    assert (code, "contains a finished run (step 20 of 20)" in err) == (2, True)
     assert command("train", "recipe.yaml", "--quiet", "--fresh").code == 0
     assert reproducible_lines(RUN) == whole
     code, _, err = command("resume", "nowhere")

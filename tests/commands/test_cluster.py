@@ -195,7 +195,7 @@ def test_the_card_says_how_to_load_it_and_whose_metrics_it_states(own_folder, ti
     assert 'load("FOLDER", decode="on-use")' in card
     assert "AutoModel" not in card  # it would not load
     assert card.count("```") % 2 == 0
-    assert "Of the original, on the held-out rows:" in card
+    assert "Of the original model, on the held-out rows:" in card
     assert "| accuracy | 0.875 |" in card
     assert "| trimtab |" in card
 
@@ -315,9 +315,9 @@ def _flip_byte(path):
 
 def test_wrong_requests_are_refused(own_folder, tiny, data):
     source = classifier(tiny)
-    with pytest.raises(RecipeError, match="--compensate needs rows"):
+    with pytest.raises(RecipeError, match="--compensate needs data"):
         cluster(source, own_folder / "out", ClusterSettings(compensate=True))
-    with pytest.raises(RecipeError, match="--train-steps needs rows"):
+    with pytest.raises(RecipeError, match="--train-steps needs data"):
         cluster(source, own_folder / "out", ClusterSettings(), train_steps=3)
     with pytest.raises(RecipeError, match="--bits 9"):
         ClusterSettings(bits=9)
@@ -329,7 +329,7 @@ def test_wrong_requests_are_refused(own_folder, tiny, data):
 
 
 def test_steps_of_training_are_no_negative_number(own_folder, tiny, data):
-    with pytest.raises(RecipeError, match="--train-steps -5 is not a number"):
+    with pytest.raises(RecipeError, match="--train-steps -5 is not valid"):
         cluster(classifier(tiny), own_folder / "out", ClusterSettings(), calibration=str(data), train_steps=-5)
 
 
@@ -340,7 +340,7 @@ def test_quantized_weights_are_refused(own_folder, tiny):
     shutil.copytree(source, own_folder / "quantized")
     config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_8bit": True}
     (own_folder / "quantized" / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ModelError, match="is quantized already"):
+    with pytest.raises(ModelError, match="is already quantized"):
         cluster(own_folder / "quantized", own_folder / "out", ClusterSettings())
     assert not (own_folder / "out").exists()
 

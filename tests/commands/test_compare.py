@@ -87,7 +87,7 @@ def test_a_large_grid_is_sampled():
     with pytest.raises(RecipeError, match="--sample 1 leaves nothing to compare"):
         combine_values(small, 1)
     recipe = Recipe(model="x", data={"train": "y.csv"})
-    with pytest.raises(RecipeError, match="--sample chooses among the combinations of --vary"):
+    with pytest.raises(RecipeError, match="--sample selects combinations of --vary"):
         choose_variants(recipe, [], "precisions", None, 3)
 
 
@@ -286,7 +286,7 @@ def test_the_clock(monkeypatch):
         ("import sys; sys.exit('the last line')", r"the last line \(see .*log\)"),
         ("import os; os.kill(os.getpid(), 9)", r"killed \(the system may have run out of memory\)"),
         ("import os; os.kill(os.getpid(), 15)", "ended by SIGTERM"),
-        ("import time; time.sleep(60)", "not done after 1 s"),
+        ("import time; time.sleep(60)", "not finished after 1 s"),
     ],
 )
 def test_how_a_process_ended(tmp_path, code, reason):
@@ -365,7 +365,7 @@ def test_ctrl_c_keeps_what_is_done(recipe, own_folder, home, how):
         child.kill()
         child.wait()
     assert child.returncode == 130
-    assert "what was measured so far is kept" in err
+    assert "the measurements so far are kept" in err
     assert "only sgd ran: nothing to compare" in out
     stored = json.loads(Path("results/results.json").read_text())
     assert [len(variant["runs"]) for variant in stored["variants"]] == [1, 0]

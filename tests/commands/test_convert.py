@@ -231,11 +231,11 @@ def test_a_prompt_of_its_own(convert):
     [
         ("[1, 2]", "is a list, not a mapping"),
         ("a: b: c", "not valid YAML"),
-        ("base_model: gpt2", "is not a config of Axolotl"),
-        ("model: gpt2\ndata: {train: a.csv}", "is a recipe already"),
+        ("base_model: gpt2", "is not an Axolotl config"),
+        ("model: gpt2\ndata: {train: a.csv}", "is already a recipe"),
         ("base_model: a\nseed: 1\nseed: 2\ndatasets: [{path: a.csv}]", "seed is given twice"),
-        ("base_model: a\nrl: dpo\ndatasets: [{path: a.csv}]", "rl: 'dpo' asks for preference"),
-        ("base_model: a\ndatasets: [{path: 's3://b/c.jsonl', type: completion}]", "no source of rows"),
+        ("base_model: a\nrl: dpo\ndatasets: [{path: a.csv}]", "rl: 'dpo' requests preference"),
+        ("base_model: a\ndatasets: [{path: 's3://b/c.jsonl', type: completion}]", "no data source"),
     ],
 )
 def test_bad_input_is_one_message(convert, text, message):
@@ -250,7 +250,7 @@ def test_bad_input_is_one_message(convert, text, message):
         ("- base_model: a", "is a list"),
         ("base_model", "is a single value"),
         ("", "is empty"),
-        ("{}", "not a config of Axolotl"),
+        ("{}", "not an Axolotl config"),
     ],
 )
 def test_what_is_no_mapping_is_told_what_a_config_has(tmp_path, text, problem):
@@ -333,7 +333,7 @@ def test_rows_that_a_recipe_would_not_read_are_listed(tmp_path):
 def test_files_that_are_no_list(tmp_path):
     path = tmp_path / "axolotl.yml"
     path.write_text("base_model: m\ndatasets: [{path: a.jsonl, data_files: true}]\n")
-    with pytest.raises(RecipeError, match="no source of rows") as failure:
+    with pytest.raises(RecipeError, match="no data source") as failure:
         convert_axolotl(path)
     assert "download True of a.jsonl" in failure.value.cure
 

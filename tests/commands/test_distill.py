@@ -152,18 +152,18 @@ def test_another_teacher_is_refused_on_resume(teacher_of, tmp_path):
     weights = load_file(teacher / "model.safetensors")
     weights["classifier.bias"] += 1
     save_file(weights, teacher / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(CheckpointError, match="other weights"):
+    with pytest.raises(CheckpointError, match="its weights differ"):
         quick(recipe(str(teacher)), resume=True)
 
 
 def test_a_teacher_that_does_not_belong_is_refused(teacher_of, tiny):
-    with pytest.raises(ModelError, match="is a model for masked-lm, the task is classify"):
+    with pytest.raises(ModelError, match="is a model for masked-lm, but the task is classify"):
         quick(recipe(teacher_of("masked-lm"), model=teacher_of(), distill={"student": None}))
     swapped = {"num_labels": 2, "id2label": {0: "good", 1: "bad"}, "label2id": {"good": 0, "bad": 1}}
-    with pytest.raises(ModelError, match="has the labels good, bad, the data have bad, good"):
+    with pytest.raises(ModelError, match="has the labels good, bad, but the data has bad, good"):
         quick(recipe(tiny.folder("bert", kind="sequence-classification", head=swapped)))
     config = {"model_type": "bert", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    with pytest.raises(RecipeError, match="another tokenizer"):
+    with pytest.raises(RecipeError, match="a different tokenizer"):
         quick(recipe(teacher_of(), model={"config": config, "tokenizer": "train"}, distill={"student": None}))
     with pytest.raises(RecipeError, match="custom loss"):
         quick(recipe(teacher_of()), loss=lambda outputs, batch: outputs.logits.mean())

@@ -71,7 +71,7 @@ def test_gguf_with_table_and_card(tiny, texts):
     assert set(contents("out")) == {"model.gguf", "trimtab.json", "README.md"}
     card = Path("out/README.md").read_text()
     assert "library_name: gguf" in card
-    assert "the same answer in 100.00%" in card
+    assert "the same prediction in 100.00%" in card
     assert 'gguf_file="model.gguf"' in card
     assert re.search(r"Measured: .*perplexity \d+\.\d{4} \(original \d+\.\d{4}\)", card)
     assert "sample texts have the same tokens" in card
@@ -149,8 +149,8 @@ def test_a_difference_refuses_and_writes_nothing(tiny, own_folder, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
-        ({"to": "tflite"}, RecipeError, "--to tflite is not known"),
-        ({"to": "gguf", "dtype": "q3"}, RecipeError, "--dtype q3 is not known"),
+        ({"to": "tflite"}, RecipeError, "--to tflite is not valid"),
+        ({"to": "gguf", "dtype": "q3"}, RecipeError, "--dtype q3 is not valid"),
         ({"to": "merged", "dtype": "f16"}, RecipeError, "is for GGUF files"),
         ({"to": "gguf"}, ModelError, "BertForSequenceClassification cannot be written as GGUF"),
         ({"to": "merged", "push": "no-user"}, RecipeError, "USER/NAME"),

@@ -124,8 +124,8 @@ def test_rows_of_the_run(own_folder):
 def test_no_rows_to_judge_on(own_folder):
     with pytest.raises(RecipeError, match="was not trained by trimtab") as e:
         held_out_of(classifier("good", "bad"))
-    assert "name a file" in e.value.cure
-    with pytest.raises(RecipeError, match="columns were named, but no data"):
+    assert "pass a file" in e.value.cure
+    with pytest.raises(RecipeError, match="columns were given, but no data"):
         held_out_of(classifier("good", "bad"), text="body")
     path = write_csv(own_folder / "reviews.csv", reviews(20))
     with pytest.raises(RecipeError, match="held out no rows"):
@@ -139,7 +139,7 @@ def test_an_empty_recipe_is_none_and_a_damaged_one_is_refused(own_folder):
     for facts in ({"recipe": None}, {"recipe": {"data": None}}, {"recipe": None, "columns": None}):
         assert len(held_out_of(classifier("good", "bad", facts=facts), path)) == 8
         assert len(held_out_of(loaded_of("masked-lm", facts=facts), path)) == 8
-    with pytest.raises(RecipeError, match="does not know its held-out rows"):
+    with pytest.raises(RecipeError, match="the held-out rows of this model are unknown"):
         held_out_of(classifier("good", "bad", facts={"recipe": None}))
     for facts in ({"recipe": ["data"]}, {"recipe": {"data": "reviews.csv"}}, {"columns": "text"}):
         with pytest.raises(ModelError, match=r"trimtab.json of the model is damaged[\s\S]*restore"):

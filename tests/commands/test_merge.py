@@ -324,7 +324,7 @@ def test_rows_that_are_gone(own_folder, tiny, data):
     assert merge("run", "merged", device="cpu", force=True).closeness is None
     assert read_facts("merged")["merged"]["closeness"] is None
     (Path("run") / "best" / "trimtab.json").unlink()
-    with pytest.raises(RecipeError, match="does not name the rows it was trained on"):
+    with pytest.raises(RecipeError, match="has no record of the rows it was trained on"):
         merge("run", "again", device="cpu")
 
 
@@ -335,7 +335,7 @@ def test_rows_without_a_label(own_folder, tiny):
     export("run", model, tok, data, "masked-lm")
     with pytest.raises(RecipeError, match="have no labels to predict") as refused:
         merge("run", "merged", device="cpu", num_rows=1)
-    assert "more --rows" in refused.value.cure
+    assert "increase --rows" in refused.value.cure
 
 
 def test_what_cannot_be_merged(own_folder, tiny, data):

@@ -238,7 +238,7 @@ def test_several_runs_are_shown_side_by_side(tiny, trimtab_command):
     Path("runs/x/one/report.html").unlink()
     assert write_page([Path("runs/x/one")]) == Path("runs/x/one/report.html")
     Path("mine.html").write_text("<html>my own page</html>")
-    with pytest.raises(RecipeError, match="not a report of trimtab"):
+    with pytest.raises(RecipeError, match="not a trimtab report"):
         write_page([Path("runs/x/one")], Path("mine.html"))
     for wrong in (
         ["report", "nowhere"],

@@ -185,7 +185,7 @@ def test_divisors_that_are_not_known_are_reported(tmp_path, monkeypatch, caplog)
     ("name", "changes", "words"),
     [
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "'dynamic'"),
-        ("qwen2", {"rope_parameters": {"rope_theta": 1e4, **LLAMA3}}, "for llama alone, not for qwen2"),
+        ("qwen2", {"rope_parameters": {"rope_theta": 1e4, **LLAMA3}}, "only for llama, not for qwen2"),
         ("llama", {"rope_parameters": {"rope_theta": 1e4, **YARN, "beta_fast": 16}}, "beta_slow 16 and 1; llama.cpp"),
         ("llama", {"rope_parameters": {"rope_theta": 1e4, **YARN, "truncate": False}}, "truncate: false"),
         ("mistral", {"sliding_window": 8}, "sliding window of 8"),
@@ -235,7 +235,7 @@ def test_other_rotary_embeddings_are_found(tmp_path, change):
 def test_other_tokens_are_found():
     other = tokenizer()
     other.add_tokens(["quick"])
-    with pytest.raises(ModelError, match="does not survive GGUF: 'The quick"):
+    with pytest.raises(ModelError, match="changes in GGUF: 'The quick"):
         check_tokens(tokenizer(), other)
 
 

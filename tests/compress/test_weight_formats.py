@@ -42,11 +42,11 @@ def test_the_module_itself_is_not_changed(name):
 
 
 def test_what_a_machine_lacks_is_refused(monkeypatch):
-    with pytest.raises(ModelError, match=r"int4 has kernels for CUDA devices of capability 8\.0[\s\S]*nf4"):
+    with pytest.raises(ModelError, match=r"int4 needs a CUDA device of compute capability 8\.0[\s\S]*nf4"):
         FORMATS["int4"].check(CPU, torch.bfloat16)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
     cuda = torch.device("cuda", 0)
-    with pytest.raises(ModelError, match=r"fp8-dynamic has kernels for CUDA devices of capability 8\.9"):
+    with pytest.raises(ModelError, match=r"fp8-dynamic needs a CUDA device of compute capability 8\.9"):
         FORMATS["fp8-dynamic"].check(cuda, torch.bfloat16)
     FORMATS["int4"].check(cuda, torch.bfloat16)
     with pytest.raises(ModelError, match=r"multiplies in bf16[\s\S]*--dtype bf16"):

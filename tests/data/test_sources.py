@@ -267,7 +267,7 @@ def test_what_is_not_there():
     write("none.csv", CSV)
     assert "did you mean reviews.csv?" in error_of("review.csv")
     assert "did you mean reviews.csv?" in error_of("Reviews.tsv")
-    assert "cure: check the path; files are searched in" in error_of("nowhere.csv")
+    assert "cure: check the path; relative paths start in" in error_of("nowhere.csv")
     assert "the folder nowhere does not exist" in error_of("nowhere/a.csv")
     assert "no file matches 'x*.csv'" in error_of("x*.csv")
     assert "cannot load rows from a int" in error_of(3)

@@ -290,10 +290,10 @@ def counts_schedules_by_whose_batch_it_is():
     said.stop()
     each = "1" if count == 2 else "0 or 1"
     assert said.lines == [
-        f"batch of 2 shared by {count} processes, {each} each; a schedule steps once for each optimizer step; "
-        f"split_batches=False for 2 each and {count} steps, as Accelerate counts",
-        f"batch of 2 for each of {count} processes; a schedule steps {count} times for each optimizer step, as "
-        f"Accelerate counts; split_batches=True for {each} each and one step",
+        f"batches of 2 are divided among {count} processes, {each} rows each; schedulers step once per optimizer step "
+        f"(split_batches=False: 2 rows each, {count} steps, as in Accelerate)",
+        f"batches of 2 on each of {count} processes; schedulers step {count} times per optimizer step, as in "
+        f"Accelerate (split_batches=True: {each} rows each, one step)",
     ], said.lines
 
 

@@ -199,7 +199,7 @@ def test_a_port_that_is_taken():
     [
         (
             {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "x"},
-            "already one of 2, by torchrun or trimtab launch: run the script, or `trimtab train`, itself",
+            "already one of 2, by torchrun or trimtab launch: run the script or `trimtab train` directly",
         ),
         (
             {
@@ -210,7 +210,7 @@ def test_a_port_that_is_taken():
                 "SLURM_STEP_NODELIST": "a",
                 "SLURM_JOB_ID": "1",
             },
-            "already one of 2, by srun: run the script, or `trimtab train`, itself; or srun with --ntasks-per-node=1",
+            "already one of 2, by srun: run the script or `trimtab train` directly; or srun with --ntasks-per-node=1",
         ),
         ({"RANK": "0"}, "the environment: RANK=0 is set, but WORLD_SIZE is not"),
     ],
@@ -267,7 +267,7 @@ def test_mistakes_in_the_file_are_reported_at_once(own_folder):
         "hosts: node1\n"
     )
     assert list(read_launch_file(None).problems) == [
-        "launch.yaml:7: port: given twice, first in line 5; keep one",
+        "launch.yaml:7: port: given twice, first on line 5; keep one",
         "launch.yaml:1: proceses: no such key; did you mean processes?",
         "launch.yaml:2: num_processes: no such key; use processes (on each host; num_processes counts those of all "
         "hosts)",

@@ -107,7 +107,7 @@ def test_explaining(monitors, monkeypatch):
     monkeypatch.setattr(monitor_module, "EXPLAIN_S", 3600.0)  # what is known already is not waited for
     error = monitors[0].explain(RuntimeError("Connection closed by peer [127.0.0.1]:123"))
     assert "rank 1 failed: KeyError: 'x'; last progress: none" in str(error)
-    assert "rank 0 noticed it by RuntimeError: Connection closed by peer" in str(error)
+    assert "rank 0 saw: RuntimeError: Connection closed by peer" in str(error)
 
 
 def test_a_forked_child_does_not_report_for_its_parent(monitors):

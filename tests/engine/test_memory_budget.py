@@ -432,7 +432,7 @@ def test_an_engine_takes_a_memory_planner():
     planner, model = Recorded(), torch.nn.Linear(2, 2)
     Engine(device="cpu", memory_planner=planner).prepare(model)
     assert planner.parts == (model,)
-    with pytest.raises(RecipeError, match="memory_planner was given with memory_budget"):
+    with pytest.raises(RecipeError, match="memory_planner was passed together with memory_budget"):
         Engine(device="cpu", memory_planner=planner, memory_budget="1GiB")
 
 

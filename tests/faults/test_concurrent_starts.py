@@ -29,7 +29,7 @@ def test_a_run_that_is_alive_is_left_alone(stage, killed):
         assert f"is in use by process {at_work.pid}" in other.said
     other = stage.train(killed, resume=False)
     assert other.wait() == 2
-    assert "holds an unfinished run" in other.said
+    assert "contains an unfinished run" in other.said
     os.kill(at_work.pid, signal.SIGCONT)
     assert at_work.wait() == 0
     assert_went_on(killed["out"], at_work.said)
@@ -79,7 +79,7 @@ def test_a_run_that_is_being_trained_is_not_to_be_resumed(stage):
     first = stage.train(recipe, at={"20": "sleep 60"})
     first.wait_until(lambda: saved_steps(recipe["out"]) == [10, 15])
     words = rf"unfinished run \(step \d+ of 40\), which process {first.pid} on this machine is training\n.*"
-    cure = rf"cure: wait until it is done, or stop it \(kill {first.pid}\), then run this again"
+    cure = rf"cure: wait until it is done, or stop it \(kill {first.pid}\), then run the command again"
     other = stage.train(recipe, resume=False)
     assert other.wait() == 2
     assert re.search(words + cure, other.said), other.said
@@ -87,7 +87,7 @@ def test_a_run_that_is_being_trained_is_not_to_be_resumed(stage):
     assert first.wait() == -signal.SIGKILL
     other = stage.train(recipe, resume=False)
     assert other.wait() == 2
-    assert "cure: --resume to resume it" in other.said
+    assert "cure: pass --resume to resume it" in other.said
 
 
 @pytest.mark.slow

@@ -155,7 +155,7 @@ def test_the_recorded_folder_is_not_written_to(stage, lost, tmp_path):
     assert child.wait() == 0, child.said
     assert not elsewhere.exists()
     run = Path("runs", mirror.parent.name, mirror.name)
-    assert f"was copied to {run}; before it was in {elsewhere / 'run'} (--out" in child.said
+    assert f"was copied to {run}; its original folder was {elsewhere / 'run'} (--out" in child.said
     assert assert_went_on(tmp_path / "notes", child.said) == 20
     assert status_of(mirror)["path"] == str(run)
     run = tmp_path / "work" / run

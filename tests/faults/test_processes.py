@@ -165,7 +165,7 @@ def test_a_launcher_starts_them_again(stage, whole, elastic, killed, from_step):
     assert_same_end(recipe["out"], whole)
     others = stage.train_together(recipe, {rank: {"resume": False} for rank in range(2)}, elastic(2, "another-job"))
     assert [child.wait() for child in others] == [2, 2]
-    assert "holds a finished run" in others[0].said
+    assert "contains a finished run" in others[0].said
 
 
 @pytest.mark.slow

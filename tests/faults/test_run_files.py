@@ -85,7 +85,7 @@ def test_a_recipe_cut_off_anywhere_changes_nothing(run, caplog):
         caplog.clear()
         found = load_resumed_recipe(run, None, []).recipe
         assert not find_differences(wanted, found), place
-        told = [message for message in caplog.messages if "the settings saved in step-30 are used" in message]
+        told = [message for message in caplog.messages if "using the settings saved in step-30" in message]
         left = load_or_none(path)
         assert len(told) == (left is None or bool(find_differences(wanted, left))), place
     assert load_resumed_recipe(run, None, ["train.epochs=9"]).recipe.train.epochs == 9
@@ -105,7 +105,7 @@ def other_epochs(path):
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (Path.unlink, "recipe.yaml is missing: the settings saved in step-30 are used"),
+        (Path.unlink, "recipe.yaml is missing: using the settings saved in step-30"),
         (other_epochs, "differs from the settings of the run in train.epochs"),
     ],
 )

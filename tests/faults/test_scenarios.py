@@ -294,7 +294,7 @@ def rebuilt(**arguments):
 row("run.json is empty", AFTER_33, in_status(empty), *rebuilt(**RESUME))
 row("run.json is missing", AFTER_33, in_status(Path.unlink), *rebuilt())
 row("a bit of run.json is flipped", AFTER_33, in_status(change_a_key), *rebuilt(**RESUME))
-NOT_FINISHED = ("holds an unfinished run (step 33 of 40)", "--resume to resume it")
+NOT_FINISHED = ("contains an unfinished run (step 33 of 40)", "--resume to resume it")
 FORGOTTEN = refused(*NOT_FINISHED, omits=("remove the folder",), resume=False)
 quick("run.json is empty, and --resume is forgotten", AFTER_33, in_status(empty), FORGOTTEN)
 MEND = refused("repair or restore one of them")
@@ -314,7 +314,7 @@ def recipe_is_restored(place):
     return recipe["train"]["epochs"] == STANDARD["train"]["epochs"]
 
 
-SETTINGS = finishes("the settings saved in step-30 are used … train.epochs, ", **RESUME, from_step=30)
+SETTINGS = finishes("using the settings saved in step-30 … train.epochs, ", **RESUME, from_step=30)
 row("recipe.yaml is cut off", AFTER_33, cut_after_the_data, SETTINGS, recipe_is_restored)
 SETS = {"sets": ["train.epochs=5", "checkpoint.every=50 steps"]}
 row(

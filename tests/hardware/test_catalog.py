@@ -76,7 +76,7 @@ def test_names_as_people_type_them(name, short):
     ("name", "offered", "not_offered"), [("rtx-4095", "rtx-4090", "t4"), ("a1000", "a100", "cpu"), ("t40", "t4", "cpu")]
 )
 def test_unknown_names_are_refused_with_similar_ones(name, offered, not_offered):
-    with pytest.raises(RecipeError, match=f"no device is known as '{name}'") as error:
+    with pytest.raises(RecipeError, match=f"unknown device '{name}'") as error:
         find(name)
     names = error.value.cure.removeprefix("use one of ").split(", ")
     assert offered in names

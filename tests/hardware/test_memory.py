@@ -114,7 +114,7 @@ def test_impossible_budgets(monkeypatch):
     Gpu(monkeypatch)
     with pytest.raises(RecipeError, match="memory.budget is 24.0 GiB, but cuda:0 has 16.0 GiB") as caught:
         memory.cap_memory(CUDA, 24 * GIB)
-    assert caught.value.cure == "memory.budget: auto for the free memory, or at most 16GiB"
+    assert caught.value.cure == "set memory.budget: auto for the free memory, or at most 16GiB"
     with pytest.raises(DoesNotFit, match="the CUDA context of cuda:0 alone takes 512.0 MiB"):
         memory.cap_memory(CUDA, GIB // 4, GIB // 2)
 

@@ -89,7 +89,7 @@ def test_models_that_cannot_predict(tmp_path):
     with quiet_transformers():
         model.bert.save_pretrained(tmp_path / "base")
         tokenizer().save_pretrained(tmp_path / "base")
-    with pytest.raises(ModelError, match="BertModel, which has no head for a task") as failure:
+    with pytest.raises(ModelError, match="BertModel, which has no task head") as failure:
         load(tmp_path / "base")
     assert "trimtab train --model" in failure.value.cure
     path = tmp_path / "base" / "config.json"

@@ -269,7 +269,7 @@ class TestTargets:
             ),
             ({"targets": ["embed_tokens"]}, "a Embedding without linear", "all-linear"),
             ({"targets": ["lm_head"]}, "lm_head is the output layer", r"adapter.trains: \[lm_head\]"),
-            ({"targets": ["q_proj"], "trains": ["*q_proj"]}, "which is trained in full", "name it either"),
+            ({"targets": ["q_proj"], "trains": ["*q_proj"]}, "which is trained in full", "list it either"),
             ({"trains": ["embed_token"]}, "adapter.trains: 'embed_token' matches no module", "embed_tokens"),
             ({"layers": (0, 2)}, "is not a range of the 2 layers", r"\[0, 1\]"),
             ({"layers": (1, 0)}, "is not a range of the 2 layers", r"\[0, 1\]"),
@@ -373,7 +373,7 @@ class TestWholeModules:
         with quiet_transformers():
             load_model(config_of("bert"), "sequence-classification", {}, tokenizer()).save_pretrained(tmp_path)
         model = load_model(str(tmp_path), "masked-lm", {}, tokenizer())
-        with pytest.raises(RecipeError, match="has to be trained") as refused:
+        with pytest.raises(RecipeError, match="must be trained") as refused:
             add_adapter(copy.deepcopy(model), LoraSpec(rank=2))
         named = refused.value.cure.rpartition("[")[2].rstrip("]")
         add_adapter(model, LoraSpec(rank=2, trains=[named]))
@@ -473,7 +473,7 @@ class TestReading:
         return tmp_path
 
     def test_no_adapter(self, tmp_path):
-        with pytest.raises(ModelError, match="holds no adapter"):
+        with pytest.raises(ModelError, match="contains no adapter"):
             load_adapter(plain("llama"), tmp_path)
 
     def test_another_model(self, folder):

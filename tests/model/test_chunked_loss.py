@@ -508,7 +508,7 @@ def test_backward_runs_once_and_frees_gradients():
 
 
 def test_settings():
-    with pytest.raises(RecipeError, match="'fast' is not known"):
+    with pytest.raises(RecipeError, match="'fast' is not valid"):
         build_loss("token-cross-entropy", how="fast")
     with pytest.raises(RecipeError, match="does not support a cross-entropy loss"):
         build_loss("cross-entropy", how="chunked")

@@ -257,7 +257,7 @@ def test_a_failure_leads_back_to_the_plain_blocks(caplog):
             expected, found = gradients(plain, length), gradients(compiled, length)
             assert all(torch.equal(expected[name], found[name]) for name in expected)
     assert [record.message for record in caplog.records if "could not be compiled" in record.message] == [
-        f"blocks could not be compiled, and the run continues without it: {blocks.failure}"
+        f"blocks could not be compiled, and the run continues without compilation: {blocks.failure}"
     ]
     assert "no code for this machine" in blocks.failure
 

@@ -192,7 +192,7 @@ def test_shapes_that_torch_would_broadcast_are_refused():
 
 
 def test_settings_without_effect_are_refused():
-    with pytest.raises(RecipeError, match="'hinge' is not known"):
+    with pytest.raises(RecipeError, match="kind of loss: 'hinge'"):
         build_loss("hinge")
     with pytest.raises(RecipeError, match="label_smoothing 1.5"):
         build_loss("cross-entropy", label_smoothing=1.5)

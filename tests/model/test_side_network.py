@@ -209,7 +209,7 @@ class TestRefusals:
 
     def test_an_encoder_and_a_decoder(self):
         model = load_model(config_of("t5"), "seq2seq-lm", {}, tokenizer())
-        with pytest.raises(RecipeError, match="needs one stack of blocks, and T5ForConditionalGeneration has 2"):
+        with pytest.raises(RecipeError, match="needs one stack of blocks, but T5ForConditionalGeneration has 2"):
             add_adapter(model, SideSpec())
 
     def test_shared_blocks(self):

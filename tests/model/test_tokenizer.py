@@ -62,7 +62,7 @@ def test_a_trained_tokenizer_can_be_saved_and_loaded(tmp_path):
 def test_mistakes():
     with pytest.raises(RecipeError, match="vocab_size 200 leaves no room"):
         train_tokenizer(TEXTS, 200)
-    with pytest.raises(RecipeError, match="'unigram' is not known"):
+    with pytest.raises(RecipeError, match="kind of tokenizer: 'unigram'"):
         train_tokenizer(TEXTS, 300, "unigram")
     with pytest.raises(DataError, match="no text"):
         train_tokenizer([], 300)
@@ -76,7 +76,7 @@ def test_a_folder_without_a_tokenizer_names_the_key(tiny, tmp_path, name):
     shutil.copy(Path(tiny.folder(name)) / "config.json", folder)
     with pytest.raises(ModelError) as caught:
         load_tokenizer(str(folder))
-    assert caught.value.problem == f"{folder} holds no tokenizer"
+    assert caught.value.problem == f"{folder} contains no tokenizer"
     assert "--set model.tokenizer=NAME_OR_FOLDER" in caught.value.cure
 
 

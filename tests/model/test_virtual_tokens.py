@@ -109,7 +109,7 @@ def test_other_models_are_refused(name, kind):
 def test_another_base_is_refused(kind, tmp_path):
     adapter_of(tuned("llama", kind)).save(tmp_path)
     other = load_model({**config_of("llama"), "hidden_size": 64}, "causal-lm", {}, tokenizer())
-    with pytest.raises(ModelError, match="does not hold 5 virtual tokens of width"):
+    with pytest.raises(ModelError, match="does not contain 5 virtual tokens of width"):
         load_adapter(other, tmp_path)
 
 

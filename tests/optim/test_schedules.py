@@ -106,7 +106,7 @@ def test_pickles_and_resumes(name):
     [
         ({"name": "cosin"}, "did you mean cosine?", "one of linear, cosine"),
         ({"name": "inverse_sqrt"}, "did you mean inverse-sqrt?", "inverse-sqrt"),
-        ({"num_steps": None}, "how many steps", "train.max_steps"),
+        ({"num_steps": None}, "number of steps", "train.max_steps"),
         ({"num_steps": 0}, "a run of 0 steps", "train.epochs"),
         ({"warmup_steps": -1}, "train.warmup=-1", "from 0 up"),
         ({"name": "noam", "d_model": 8}, "needs a warmup", "train.warmup: 4000"),

@@ -72,5 +72,5 @@ def test_state_in_bf16_is_half_of_that_in_fp32():
 
 
 def test_unknown_names():
-    with pytest.raises(ValueError, match="no optimizer is called 'lion'"):
+    with pytest.raises(ValueError, match="unknown optimizer 'lion'"):
         state_bytes("lion", (3,))

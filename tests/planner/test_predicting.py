@@ -129,9 +129,9 @@ def test_every_setting_counts():
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"mask": "half"}, "mask='half' is not known"),
-        ({"code": "jax"}, "code='jax' is not known"),
-        ({"implementation": "slow"}, "implementation='slow' is not known"),
+        ({"mask": "half"}, "mask='half' is not valid"),
+        ({"code": "jax"}, "code='jax' is not valid"),
+        ({"implementation": "slow"}, "implementation='slow' is not valid"),
         ({"micro_batch": 0}, "micro_batch=0 is not a positive integer"),
         ({"micro_batch": 2.5}, "micro_batch=2.5 is not a positive integer"),
         ({"length": True}, "length=True is not a positive integer"),
@@ -143,7 +143,7 @@ def test_every_setting_counts():
         ({"offlod": "none"}, "did you mean offload"),
         ({"kernels": "liger"}, "liger has no kernel for BertForSequenceClassification"),
         ({"implementation": "foreach"}, "implementation has no effect"),
-        ({"gpu": "voodoo2"}, "no device is known as 'voodoo2'"),
+        ({"gpu": "voodoo2"}, "unknown device 'voodoo2'"),
         ({"precision": "fp7"}, "train.precision: found 'fp7'"),
         ({"loss": "auto"}, "'auto' needs a plan"),
         ({"kernels": "auto"}, "'auto' needs a plan"),

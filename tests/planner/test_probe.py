@@ -315,7 +315,7 @@ def test_a_plan_without_a_device_says_why_and_what_to_do(tiny, tmp_path, untrace
     with pytest.raises(TraceError, match="cannot be traced") as caught:
         trimtab.plan(recipe, gpu="t4")
     assert caught.value.exit_code == 2
-    assert "memory.budget (a size, or auto) measures on the device what fits" in str(caught.value)
+    assert "set memory.budget (a size, or auto)" in str(caught.value)
 
 
 @needs_resident_peak

@@ -25,7 +25,7 @@ WORD_OR_SECTION = ("model.", "adapter.")  # given as one word here
 CHECKPOINTING = "gradient_checkpointing"
 LEAVES = [key.dotted for key in keys_of(Recipe) if key.section is None]
 EXAMPLE = """\
-model: bert-base-uncased        # hub name
+model: bert-base-uncased        # Hub name
 task: classify
 data: {train: imdb, eval: "imdb:test", text: text, label: label, max_length: 512}
 train: {epochs: 2, batch_size: 32, lr: 5e-5, optimizer: adamw, betas: [0.9, 0.999], eps: 1e-8, weight_decay: 0.01,

@@ -70,7 +70,7 @@ def test_mistakes_of_all_origins_come_together(tmp_path):
         "  recipe.yaml:3: train.epochs: found 'none'; allowed: a number above 0",
         "  recipe.yaml:5: train.lr: given twice, first on line 4; keep one of them",
         "  --set: seed: found 'seed' without a value; write --set KEY=VALUE, such as --set train.lr=3e-5",
-        "  data.train: required, but missing; allowed: a file, folder, glob or hub name, as text "
+        "  data.train: required, but missing; allowed: a file, folder, glob or Hub name, as text "
         "(in Python also a dataset or rows)",
         "  --set: train.max_time: found '1:30', which may be 1h30m or 1m30s; allowed: a length of time such as 90s, "
         "10min, 3h, 1h30m or a number of seconds, or null",
@@ -155,7 +155,7 @@ def test_unknown_keys(values, line):
         ({"memory": {"micro_batch_tokens": 0}}, ["memory.micro_batch_tokens: found 0", "a whole number from 1"]),
         ({"name": 2024}, ["put text in quotes: '2024'"]),
         ({"data": {"train": "x", "label": True}}, ["found true", "a column, or a list of columns"]),
-        ({"model": 5}, ["found 5", "a hub name, a folder or a run"]),
+        ({"model": 5}, ["found 5", "a Hub name, a folder or a run"]),
         ({"model": None}, ["required, but null"]),
         ({"limits": {"train": 1.0}}, ["which is ambiguous: 1, or 100%"]),
         ({"train": {"lr": "x" * 500}}, ["found 'xxx", " …; allowed"]),

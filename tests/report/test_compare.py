@@ -119,7 +119,7 @@ def test_no_difference_is_claimed_inside_the_spread():
 
 def test_verdict_of_one_run_each_says_so():
     one, other = outcome("fp32", run()), outcome("bf16", run(step_s=0.05))
-    assert "the spread is not known" in verdict(comparison(one, other))
+    assert "the spread is unknown" in verdict(comparison(one, other))
     assert "not known" not in verdict(comparison(BASE, BASE))
 
 

@@ -72,7 +72,7 @@ def test_a_folder_that_is_used(tmp_path):
     for free in ("empty", "new", "new/er"):
         check_free(tmp_path / free)
     assert not (tmp_path / "new").exists()
-    for used, problem in (("used", "is not empty, and holds no run"), ("used/a.txt", "is a file, and a run needs")):
+    for used, problem in (("used", "is not empty, and is not a run"), ("used/a.txt", "is a file, and a run needs")):
         with pytest.raises(RecipeError, match=problem) as failure:
             RunFolder(tmp_path / used)
         assert "--out" in failure.value.cure

@@ -96,7 +96,7 @@ class TestSideNetwork:
         assert len(loaded.predict(TEXTS)) == 2
         assert loaded.evaluate(str(own_folder / "rows.csv")).metrics
         assert look.result.plan.adapter == "side, reduction 4, every 1"
-        assert "Only trimtab loads it" in (best / "README.md").read_text()
+        assert "Only trimtab can load it" in (best / "README.md").read_text()
         again = loaded.save(own_folder / "again")
         twin = load(again, device="cpu")
         assert torch.equal(logits(twin.model, twin.tokenizer), logits(look.model, twin.tokenizer))
@@ -114,7 +114,7 @@ class TestSideNetwork:
 
     def test_it_is_no_start_of_another_run(self, train, own_folder):
         train(self.SIDE)
-        with pytest.raises(ModelError, match="holds an adapter only") as refused:
+        with pytest.raises(ModelError, match="contains only an adapter") as refused:
             fit(Recipe(model=str(own_folder / "run"), data={"train": "rows.csv"}), progress="quiet", device="cpu")
         assert "train its base again" in refused.value.cure
 
@@ -176,7 +176,7 @@ class TestVirtualTokens:
         assert isinstance(loaded.generate("the film", max_new_tokens=4), str)
         assert resume(own_folder / "run", sets=["train.max_steps=6"], progress="quiet", device="cpu").fit.step == 6
         for command in (merge, quantize):
-            with pytest.raises(ModelError, match="holds virtual tokens, which are prepended to each row"):
+            with pytest.raises(ModelError, match="contains virtual tokens, which are prepended to each row"):
                 command(str(own_folder / "run"), own_folder / "target")
 
     def test_rows_leave_room_for_the_virtual_tokens(self, tune, caplog):
@@ -186,7 +186,7 @@ class TestVirtualTokens:
         assert loaded.max_length == 60, "of 64 positions"
 
     def test_more_virtual_tokens_than_positions_are_refused(self, tune):
-        with pytest.raises(RecipeError, match=r"adapter\.tokens is 63, and the model has 64 positions"):
+        with pytest.raises(RecipeError, match=r"adapter\.tokens is 63, but the model has 64 positions"):
             tune(adapter={"tokens": 63})
 
     def test_rows_are_padded(self, tune, caplog):

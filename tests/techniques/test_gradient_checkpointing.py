@@ -605,7 +605,7 @@ def test_mistakes():
         {},
         {"layer": [0]},
     ):
-        with pytest.raises(RecipeError, match="is not known") as failure:
+        with pytest.raises(RecipeError, match="is not valid") as failure:
             checkpoint_layers(model, which)
         assert "{every: 2}" in failure.value.cure
     with pytest.raises(RecipeError, match="no block 3, -4; the model has 3 blocks"):

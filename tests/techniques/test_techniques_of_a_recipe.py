@@ -205,7 +205,7 @@ def test_fp8_is_refused_without_fp8_units(accelerator, found):
     with pytest.raises(RecipeError) as caught:
         check_settings(case)
     assert found in caught.value.problem
-    assert caught.value.cure == "leave adapter.base out (adapter: lora), or adapter: qlora"
+    assert caught.value.cure == "remove adapter.base (adapter: lora), or use adapter: qlora"
 
 
 @pytest.mark.parametrize(("capability", "has_fp8"), [((8, 0), False), ((9, 0), True)])

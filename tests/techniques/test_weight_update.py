@@ -211,7 +211,7 @@ def test_a_step_that_runs_out_half_way_restarts_from_the_last_checkpoint(train, 
 
 def test_without_a_checkpoint_it_ends_with_a_message_and_saves_nothing(train, runs_out):
     runs_out.append(7)
-    with pytest.raises(DoesNotFit, match="in backward at step 1, with some of the weights updated already") as caught:
+    with pytest.raises(DoesNotFit, match="in backward at step 1, with some of the weights already updated") as caught:
         train("in-backward", out="run")
     assert "memory.gradient_checkpointing: all" in str(caught.value)
     assert not list(Path("run/checkpoints").glob("step-*"))

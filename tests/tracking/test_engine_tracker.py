@@ -157,8 +157,8 @@ def test_where_nothing_is_tracked_the_numbers_are_in_the_folder():
     ("settings", "match"),
     [
         ({"run_id": "abc"}, "resume=True"),
-        ({"colour": "red"}, "has colour, which is not known"),
-        ({"resume": True}, "does not say which run"),
+        ({"colour": "red"}, "has colour, which is not supported"),
+        ({"resume": True}, "needs the name of the run"),
         ({"run_name": "a/b"}, "not a valid folder name"),
         ({"run_name": ".."}, "not a valid folder name"),
         ({"nested_run": True}, "no run is active in mlflow"),
@@ -210,7 +210,7 @@ def test_names_and_objects():
     engine.log({"loss": 1.0}, step=2)
     engine.end_training()
     assert own.calls == [{"mode": "offline"}, ("colours", {"lr": 1}), ({"loss": 1.0}, 2), "finish"]
-    with pytest.raises(RecipeError, match="log_with='wandb' is not known"):
+    with pytest.raises(RecipeError, match="log_with='wandb' is not valid"):
         Engine(cpu=True, log_with="wandb")
 
 

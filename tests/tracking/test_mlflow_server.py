@@ -119,7 +119,7 @@ class _Failure(Exception):
     [
         (_Failure("no", "UNAUTHENTICATED"), "MLFLOW_TRACKING_TOKEN"),
         (_Failure("no", "PERMISSION_DENIED"), "does not allow this user to write"),
-        (_Failure("no run", "RESOURCE_DOES_NOT_EXIST"), "http://h does not have it: no run"),
+        (_Failure("no run", "RESOURCE_DOES_NOT_EXIST"), "http://h does not have this object: no run"),
         (_Failure("404", "ENDPOINT_NOT_FOUND"), "not an MLflow server"),
         (_Failure("bad", "INVALID_PARAMETER_VALUE"), "bad"),
         (_Failure("(sqlite3.OperationalError) database is locked", "TEMPORARILY_UNAVAILABLE"), "is locked"),

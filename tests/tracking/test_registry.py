@@ -101,10 +101,10 @@ def test_names_that_are_not_there(models, best):
         (lambda: rank_runs("imdb", "zzz"), "a value of zzz", "they have accuracy, f1"),
         (lambda: rank_runs("empty"), "no run of empty has logged a model", "--metric"),
         (lambda: rank_runs("empty", "f1"), "a value of f1", "run an evaluation first"),
-        (lambda: find_model("best:"), "does not name a model", "best:EXPERIMENT"),
-        (lambda: find_model("best:imdb?metric="), "does not name a model", "metric=f1"),
+        (lambda: find_model("best:"), "is not the name of a model", "best:EXPERIMENT"),
+        (lambda: find_model("best:imdb?metric="), "is not the name of a model", "metric=f1"),
         (lambda: find_model("best:empty?metric=f1"), "a value of f1", ""),
-        (lambda: find_model("models:/reviews"), "does not name a version", "@best"),
+        (lambda: find_model("models:/reviews"), "is not the name of a version", "@best"),
         (lambda: find_model("models:/review@best"), "no registered model 'review'", "did you mean reviews?"),
         (lambda: find_model("models:/reviews@bset"), "no alias 'bset'", "did you mean best?"),
         (lambda: find_model("models:/reviews/7"), "no version 7", "trimtab ui"),
@@ -302,7 +302,7 @@ def test_a_recipe_trains_on_and_a_run_stays_with_its_model(models, tiny, tmp_pat
     caplog.clear()
     longer = resume(result.folder, sets=["train.max_steps=4"], progress="quiet", device="cpu")
     assert longer.fit.step == 4
-    assert "best:imdb is the model of run first, accuracy 0.7, as at the start of the run" in caplog.text
+    assert "best:imdb is the model of run first, accuracy 0.7, the same as at the start of the run" in caplog.text
     assert read_status(result.folder)["model_source"]["exact"] == first
 
     again = fit(recipe, progress="quiet", device="cpu", fresh=True)

@@ -47,7 +47,7 @@ def show_all(progress):
 
 
 def test_the_one_format():
-    numbers = "epoch 0.42 · loss 0.531 · lr 4.2e-05 · norm 1.3 · 5,210 tokens/s · 1.2 GiB · skipped 0"
+    numbers = "epoch 0.42 · loss 0.531 · lr 4.2e-05 · grad norm 1.3 · 5,210 tokens/s · 1.2 GiB · skipped 0"
     assert step_text(LINE, 300) == f"step 40/300 · {numbers} · 2 min left"
 
 
@@ -63,7 +63,7 @@ def test_the_one_format():
         ({"lr": 0.0}, "lr 0 ·"),
         ({"lr": 1e-3}, "lr 1.0e-03 ·"),
         ({"grad_norm": 0.0312}, "norm 0.031 ·"),
-        ({"grad_norm": 1234.5}, "norm 1,234 ·"),
+        ({"grad_norm": 1234.5}, "grad norm 1,234 ·"),
         ({"grad_norm": math.inf}, "norm inf ·"),
         ({"num_skipped": 3}, "skipped 3 ·"),
         ({"memory_share": 0.154}, "1.2 GiB (15%) ·"),

@@ -101,8 +101,8 @@ def __getattr__(name: str) -> Any:
     # `from … import NAME` shows the message of an ImportError only; `hasattr` needs an AttributeError
     is_import = sys._getframe(1).f_code.co_name == "_handle_fromlist"
     raise (ImportError if is_import else AttributeError)(
-        f"trimtab.accelerate has no {name}\n  cure: import it from accelerate itself if it does not train "
-        "(pip install accelerate); docs/accelerate.md lists the names here"
+        f"trimtab.accelerate has no {name}\n  cure: if it is not part of training, import it from accelerate "
+        "(pip install accelerate); docs/accelerate.md lists the supported names"
     )
 
 

@@ -51,8 +51,8 @@ class _ShrinkingBatch:
         names = list(inspect.signature(self._function).parameters)
         if len(names) < len(args) + 1:
             raise TypeError(
-                f"{self._function.__name__} was called with {len(args)} arguments; the batch size is added to them, "
-                f"so call it with ({', '.join(names[1:])})"
+                f"{self._function.__name__} was called with {len(args)} arguments, but the decorator passes the "
+                f"batch size itself: call it with ({', '.join(names[1:])})"
             )
         while self._batch_size > 0:
             release_memory()

@@ -17,7 +17,7 @@ from trimtab.errors import RecipeError
 
 _SAVE_MEMORY = "leave it out; Engine(memory_budget=…) saves memory instead"
 _DATA_PARALLEL = "leave it out: processes are data parallel only"
-_COMPILE = "leave it out; compile_blocks=True compiles repeated blocks, torch.compile(model) before prepare all of it"
+_COMPILE = "leave it out; pass compile_blocks=True, or call torch.compile(model) before prepare"
 _CURES = {
     "deepspeed_plugin": _SAVE_MEMORY,
     "deepspeed_plugins": _SAVE_MEMORY,
@@ -29,10 +29,10 @@ _CURES = {
     "dynamo_plugin": _COMPILE,
 }
 _LAUNCHED_WITH = {
-    "ACCELERATE_USE_DEEPSPEED": "accelerate launch without --use_deepspeed",
-    "ACCELERATE_USE_FSDP": "accelerate launch without --use_fsdp",
-    "ACCELERATE_USE_MEGATRON_LM": "accelerate launch without --use_megatron_lm",
-    "ACCELERATE_USE_PARALLELISM_CONFIG": "accelerate launch without --use_parallelism_config",
+    "ACCELERATE_USE_DEEPSPEED": "run accelerate launch without --use_deepspeed",
+    "ACCELERATE_USE_FSDP": "run accelerate launch without --use_fsdp",
+    "ACCELERATE_USE_MEGATRON_LM": "run accelerate launch without --use_megatron_lm",
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "run accelerate launch without --use_parallelism_config",
 }
 
 
@@ -129,7 +129,7 @@ class Accelerator(Engine):
         if evaluation_mode and any(parameter.requires_grad for parameter in model.parameters()):
             raise RecipeError(
                 "prepare_model(evaluation_mode=True) is not supported for a model with trainable parameters",
-                "model.requires_grad_(False) first: a frozen model is not wrapped in data parallelism",
+                "call model.requires_grad_(False) first: a frozen model is not wrapped in DDP",
             )
         prepared: torch.nn.Module = self.prepare(model, device_placement=_listed(device_placement))
         return prepared
@@ -153,7 +153,9 @@ class Accelerator(Engine):
         A script that saves every n batches returns to the start of the window with `skip_first_batches`.
         """
         if output_dir is None:
-            raise RecipeError("save_state() without a folder is not supported", "accelerator.save_state(a folder)")
+            raise RecipeError(
+                "save_state() without a folder is not supported", "pass one: accelerator.save_state(FOLDER)"
+            )
         _refuse_unless(safe_serialization, "save_state(safe_serialization=False)", "leave it out")
         with self._gradients.window_set_aside():  # Accelerate saves no gradients, and scripts rely on that
             return super().save_state(output_dir)
@@ -161,7 +163,9 @@ class Accelerator(Engine):
     def load_state(self, input_dir: Any = None, load_kwargs: dict[str, Any] | None = None) -> None:
         """Load what `save_state` wrote."""
         if input_dir is None:
-            raise RecipeError("load_state() without a folder is not supported", "accelerator.load_state(a folder)")
+            raise RecipeError(
+                "load_state() without a folder is not supported", "pass one: accelerator.load_state(FOLDER)"
+            )
         _refuse_unless(not load_kwargs, "load_state(load_kwargs=…)", "leave it out")
         super().load_state(input_dir)
 
@@ -174,7 +178,7 @@ class Accelerator(Engine):
     ) -> None:
         """Write a model's weights to one safetensors file."""
         _refuse_unless(max_shard_size == "10GB", f"save_model(max_shard_size={max_shard_size!r})", "leave it out")
-        cure = "accelerator.save(accelerator.get_state_dict(model), a file)"
+        cure = "use accelerator.save(accelerator.get_state_dict(model), FILE)"
         _refuse_unless(safe_serialization, "save_model(safe_serialization=False)", cure)
         super().save_model(model, save_directory)
 
@@ -193,7 +197,7 @@ class Accelerator(Engine):
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
         """Return the tracker with that name."""
-        _refuse_unless(not unwrap, "get_tracker(unwrap=True)", "mlflow.MlflowClient() with the run's id")
+        _refuse_unless(not unwrap, "get_tracker(unwrap=True)", "use mlflow.MlflowClient() with the run's ID")
         return super().get_tracker(name)
 
 

@@ -31,12 +31,12 @@ def notebook_launcher(
     if mixed_precision != "no":
         raise RecipeError(
             f"notebook_launcher(mixed_precision={mixed_precision!r}) is not supported",
-            f"Accelerator(mixed_precision={mixed_precision!r}) in the function",
+            f"use Accelerator(mixed_precision={mixed_precision!r}) inside the function",
         )
     refused = sorted(name for name, value in options.items() if value is not None)
     if refused:
         raise RecipeError(
-            f"notebook_launcher({refused[0]}=…) is not supported", "trimtab launch, see docs/distributed.md"
+            f"notebook_launcher({refused[0]}=…) is not supported", "use trimtab launch; see docs/distributed.md"
         )
     if num_processes is None or num_processes == 1:
         return function(*args)

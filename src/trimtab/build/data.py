@@ -45,7 +45,8 @@ def build_data(recipe: Recipe) -> Data:
         train, held_out = hold_out_rows(
             train, settings.eval_share, recipe.seed, label=label if isinstance(label, str) else None
         )
-        say(f"no eval data given: {len(held_out):,} of {len(train) + len(held_out):,} rows are held out (data.eval)")
+        num_rows = len(train) + len(held_out)
+        say(f"data.eval is not set: {len(held_out):,} of {num_rows:,} rows are held out for evaluation")
     return Data(task, train, held_out)
 
 
@@ -55,13 +56,13 @@ def build_tokens(recipe: Recipe, data: Data, loaded: Loaded) -> Tokens:
     if limit is not None and (num_virtual := num_virtual_tokens(recipe)):
         if limit - num_virtual < _SHORTEST:
             raise RecipeError(
-                f"adapter.tokens is {num_virtual}, and the model has {limit} positions: no place is left for rows",
-                f"adapter.tokens: {max(1, limit // 2)} or fewer",
+                f"adapter.tokens is {num_virtual}, but the model has {limit} positions: no room is left for the rows",
+                f"set adapter.tokens to {max(1, limit // 2)} or less",
             )
         limit -= num_virtual
     max_length = recipe.data.max_length or limit or 512
     if limit is not None and max_length > limit:
-        say(f"data.max_length {max_length} exceeds the {limit} positions of the model; {limit} is used")
+        say(f"data.max_length {max_length} exceeds the model's {limit} positions; using {limit}")
         max_length = limit
     task = data.task
     config: Any = loaded.model.config

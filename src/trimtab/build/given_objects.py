@@ -40,7 +40,7 @@ def with_given_objects(recipe: Recipe, model: Any = None, tokenizer: Any = None)
         _check_kept(recipe)
         return recipe
     if tokenizer is not None and not hasattr(tokenizer, "save_pretrained"):
-        raise ModelError(f"tokenizer is a {type(tokenizer).__name__}", "pass a tokenizer of transformers")
+        raise ModelError(f"tokenizer is a {type(tokenizer).__name__}", "pass a transformers tokenizer")
     before = recipe.model if isinstance(recipe.model, ModelSettings) else ModelSettings(name=recipe.model)
     changes: dict[str, Any] = {}
     if tokenizer is not None:
@@ -58,7 +58,7 @@ def _check_kept(recipe: Recipe) -> None:
     for name in (named.name, named.tokenizer) if isinstance(named, ModelSettings) else ():
         if name is not None and Path(name).parent.name == _FOLDER and not Path(name).exists():
             raise ModelError(
-                f"this run was started with an object, which was kept in {name}; that folder is gone",
+                f"this run was started with an object that was saved in {name}; that folder no longer exists",
                 "pass the same objects again: trimtab.resume(RUN, model=…, tokenizer=…)",
             )
 
@@ -67,7 +67,7 @@ def _place(recipe: Recipe, kind: str, content: list[Any]) -> Path:
     try:
         digest = fingerprint(content)[:16]
     except FingerprintError as error:
-        raise ModelError(f"the {kind} cannot be kept: {error}", "save it, and pass the name of its folder") from error
+        raise ModelError(f"the {kind} cannot be saved: {error}", "save it yourself, and pass its folder") from error
     if recipe.limits.fast_dev_run:
         root = Path(tempfile.gettempdir())
     else:
@@ -81,7 +81,7 @@ def _keep_model(recipe: Recipe, model: Any) -> Path:
     folder = _place(recipe, "model", content)
     if not (folder / FACTS).is_file():
         export_model(folder, model, None, card={})
-    say(f"the model that was passed is kept in {folder}: resuming this run needs that folder")
+    say(f"the given model was saved in {folder}; resuming this run needs that folder")
     return folder
 
 
@@ -90,7 +90,7 @@ def _keep_tokenizer(recipe: Recipe, tokenizer: Any) -> Path:
     if not (folder / _TOKENIZER_FILE).is_file():
         with atomic_folder(folder, marker=_TOKENIZER_FILE, what="tokenizer") as place:
             tokenizer.save_pretrained(place)
-    say(f"the tokenizer that was passed is kept in {folder}: resuming this run needs that folder")
+    say(f"the given tokenizer was saved in {folder}; resuming this run needs that folder")
     return folder
 
 
@@ -100,13 +100,15 @@ def _check_model(model: Any) -> None:
 
     name = type(model).__name__
     if hasattr(model, "peft_config"):
-        raise ModelError(f"{name} has an adapter", "pass its base, and set adapter: lora in the recipe; or merge it")
+        raise ModelError(
+            f"{name} already has an adapter", "pass the base model and set adapter: lora, or merge the adapter first"
+        )
     if not isinstance(model, PreTrainedModel):
-        raise ModelError(f"model is a {name}", "pass a model of transformers, or the name of one")
+        raise ModelError(f"model is a {name}", "pass a transformers model, or the name of one")
     if not type(model).__module__.startswith("transformers."):
         raise ModelError(
             f"{name} is a custom class, which a resumed run could not load",
-            "save it together with its code, and name the folder: model: {name: FOLDER, trust_remote_code: true}",
+            "save it together with its code, and set model: {name: FOLDER, trust_remote_code: true}",
         )
     if getattr(model.config, "quantization_config", None) or any(map(is_quantized, model.modules())):
         raise ModelError(f"the weights of {name} are quantized", "pass it unquantized, and set adapter: qlora")
@@ -116,6 +118,6 @@ def _check_model(model: Any) -> None:
     different = sorted(key for key in wanted.keys() | found.keys() if wanted.get(key) != found.get(key))
     if different:
         raise ModelError(
-            f"{name} is not the model that its config describes: {', '.join(different[:3])}",
+            f"{name} does not match its config: {', '.join(different[:3])}",
             "pass a model whose modules were not replaced",
         )

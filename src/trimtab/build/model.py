@@ -72,7 +72,7 @@ def _loaded(load: Callable[[torch.device], torch.nn.Module], recipe: Recipe, eng
         if not is_too_large or not loads_on_host(recipe, is_too_large=True):
             raise
     release_cached_memory(engine.device)  # not in the except block, whose traceback keeps the weights alive
-    say(f"the weights do not fit on {engine.device}, and are loaded in host memory")
+    say(f"the weights do not fit on {engine.device} and are loaded into host memory")
     return load(_HOST)
 
 
@@ -100,7 +100,7 @@ def source_of(recipe: Recipe) -> _Source:
         say("model.trust_remote_code is on: Python code from the model's repository is executed")
     if tokenizer is None:
         raise RecipeError(
-            "model.tokenizer is missing: a config alone has none", "a name, a folder, or tokenizer: train"
+            "model.tokenizer is missing: a config alone has none", "set it to a Hub name, a folder, or train"
         )
     return _Source(named, tokenizer, found.trust_remote_code)
 

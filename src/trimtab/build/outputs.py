@@ -92,7 +92,7 @@ class BestModelWriter:
             self._folder.write_text(name, "\n".join(lines) + "\n")
         except CheckpointError as error:  # the caller reports the bad loss; a full disk must not hide that
             say(error.problem)
-            return f"{self._folder.path / name} (which could not be written: they are rows {', '.join(map(str, rows))})"
+            return f"{self._folder.path / name} (could not be written; the rows are {', '.join(map(str, rows))})"
         return str(self._folder.path / name)
 
 
@@ -142,7 +142,7 @@ def build_checkpoints(recipe: Recipe, engine: Engine, folder: Folder, asked: Rec
     if settings.every is None or recipe.limits.fast_dev_run:
         return NoCheckpoints()
     if settings.mirror is not None and Path(settings.mirror).is_file():
-        raise RecipeError(f"checkpoint.mirror: {settings.mirror} is a file", "name a folder")
+        raise RecipeError(f"checkpoint.mirror: {settings.mirror} is a file", "set it to a folder")
     mirror = None
     if settings.mirror is not None and engine.is_main_process:
         # experiment and name: several runs share a drive

@@ -14,7 +14,7 @@ _Change = Callable[[str], str]
 
 
 def with_absolute_paths(recipe: Recipe) -> Recipe:
-    """A recipe in which every path of this machine is absolute; names on the hub or on a server do not change."""
+    """A recipe in which every path of this machine is absolute; names on the Hub or on a server do not change."""
     changed = _with_paths(recipe, source=make_source_absolute, model=_absolute_if_here, folder=_absolute)
     name = run_name(recipe)
     if run_name(changed) != name:  # of a pattern such as *.csv, which has no name of its own

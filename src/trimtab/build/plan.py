@@ -28,7 +28,7 @@ def build_plan(
     batch_size, num_processes = recipe.train.batch_size, engine.num_processes
     if batch_size < num_processes:
         raise RecipeError(
-            f"train.batch_size {batch_size} is less than the {num_processes} processes that share it",
+            f"train.batch_size is {batch_size}, less than the number of processes ({num_processes})",
             f"set it to {num_processes} or more, or start fewer processes",
         )
     whole = min(spec.micro_batch * num_processes, batch_size)

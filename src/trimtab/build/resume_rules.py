@@ -61,7 +61,7 @@ class Difference:
 
     @property
     def is_refused(self) -> bool:
-        """Whether the run cannot resume with this change."""
+        """Whether the run cannot be resumed with this change."""
         return not self.is_harmless and self.key not in _FROM_HERE_ON and self._technique_rule != "from here on"
 
     @property
@@ -89,7 +89,7 @@ def differences(before: Recipe, now: Recipe) -> list[Difference]:
         lines = "".join(f"\n  {difference}" for difference in refused)
         run = now.out or "RUN"
         raise RecipeError(
-            f"the run cannot resume with {'these changes' if len(refused) > 1 else 'this change'}:{lines}",
+            f"the run cannot be resumed with {'these changes' if len(refused) > 1 else 'this change'}:{lines}",
             "restore the old values; or start a new run from the model"
             + (f": model: {run}" if before.adapter == "none" else f", after `trimtab merge {run} DIR`: model: DIR"),
         )

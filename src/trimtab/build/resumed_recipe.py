@@ -42,7 +42,7 @@ def load_resumed_recipe(
         name, settings = saved
         problem = _difference_from(path, Recipe(**settings))
         if problem:
-            say(f"{path} {problem}: the settings saved in {name} are used; --set KEY=VALUE changes one")
+            say(f"{path} {problem}: using the settings saved in {name}; change one with --set KEY=VALUE")
             source = settings
     loaded = load_to_resume(source, name, run, sets, overrides or {})
     return replace(loaded, recipe=with_moved_paths(loaded.recipe, directory_of(run)))

@@ -60,7 +60,7 @@ class Teacher:
         """Check that the run was started with these weights."""
         if state["checksum"] != self.checksum:
             raise CheckpointError(
-                f"the teacher {self.name} has other weights than at the start of the run",
+                f"the teacher {self.name} has changed since the start of the run: its weights differ",
                 "restore them, or start a new run from the model: model: RUN",
             )
 
@@ -81,7 +81,7 @@ def build_teacher(recipe: Recipe, data: Data, tokens: Tokens, student: Loaded, e
     loaded = load(settings.teacher, device=device, dtype=dtype, trust_remote_code=_trusts(recipe))
     if _MODEL_KINDS.get(loaded.task_name) != data.task.model_kind:
         raise ModelError(
-            f"distill.teacher {settings.teacher} is a model for {loaded.task_name}, the task is {data.task.name}",
+            f"distill.teacher {settings.teacher} is a model for {loaded.task_name}, but the task is {data.task.name}",
             "choose a teacher for this task, or train one first: trimtab train",
         )
     _require_same_labels(settings.teacher, loaded.model, data)
@@ -93,7 +93,9 @@ def build_teacher(recipe: Recipe, data: Data, tokens: Tokens, student: Loaded, e
     if not is_cached:
         return Teacher(model, settings.teacher, checksum)
     if data.task.name == "masked-lm":
-        raise RecipeError("distill.cache: disk: the masks of masked-lm change in every epoch", "distill.cache: none")
+        raise RecipeError(
+            "distill.cache: disk does not work with masked-lm, whose masks change in every epoch", "distill.cache: none"
+        )
     of_rows = [data.task.name, data.task.settings, data.train, student.tokenizer, tokens.max_length]
     key = [*of_rows, "teacher", checksum, settings.temperature, settings.top_k, str(dtype)]
     outputs = build_outputs(model, student.model, engine.device, data, tokens, terms_of(settings), key)
@@ -177,7 +179,7 @@ def _require_same_labels(name: str, teacher: Any, data: Data) -> None:
     if wanted != found:
         ours, theirs = (", ".join(list(labels.values())[:5]) for labels in (wanted, found))
         raise ModelError(
-            f"distill.teacher {name} has the labels {theirs}, the data have {ours}",
+            f"distill.teacher {name} has the labels {theirs}, but the data has {ours}",
             "choose a teacher that was trained on these labels, in this order",
         )
 
@@ -189,7 +191,7 @@ def _require_same_tokenizer(name: str, teacher: Any, student: Any, data: Data) -
         is_same = is_same and ours == theirs
     if not is_same:
         raise RecipeError(
-            f"distill.teacher {name} has another tokenizer than the student: their tokens cannot be compared",
+            f"distill.teacher {name} has a different tokenizer from the student's, so their tokens cannot be compared",
             "choose a student with the teacher's tokenizer, or cut it out of the teacher: distill.student: "
             "{layers: half}, without model",
         )

@@ -25,7 +25,7 @@ def find_tracked_model(recipe: Recipe, run: Path | None = None) -> TrackedModel 
     before = ((find_run(run) if run is not None else None) or {}).get("model_source")
     if before is not None and before["asked"] == name:
         found = TrackedModel.from_dict(before, uri)
-        say(f"{name} is {found.words}, as at the start of the run")
+        say(f"{name} is {found.words}, the same as at the start of the run")
         return found
     found = find_model(name, uri)
     say(f"{name} is {found.words} ({found.exact})")

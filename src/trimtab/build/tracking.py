@@ -101,7 +101,7 @@ def sync_run(folder: Path, to: str | None = None) -> str:
         place = folder if recipe is not None else folder.absolute().parent  # loops have one store for all projects
         uri = _server_of(tracking, recipe, place) if to is None else tracking_uri(to, place)
         if uri is None:
-            raise RecipeError(f"{folder} is not tracked", "name a server: --to http://…, or --to local")
+            raise RecipeError(f"{folder} is not tracked", "pass a server: --to http://…, or --to local")
         try:
             troubles = upload_run(tracking, uri, say)
         except TrimtabError:
@@ -110,7 +110,7 @@ def sync_run(folder: Path, to: str | None = None) -> str:
             trouble = describe_failure(error, uri)
             if trouble.cure:
                 raise UserError(trouble.words, trouble.cure) from error
-            cure = "repeat the command when the server is up, or name another server: --to http://…"
+            cure = "repeat the command when the server is up, or pass another server: --to http://…"
             raise TrimtabError(f"{trouble}\n  cure: {cure}") from error  # an outage is not a mistake of the user
     if troubles:
         raise TrimtabError(f"not everything could be sent: {'; '.join(map(str, troubles))}")

@@ -193,7 +193,7 @@ def _build_training_loss(run: ResolvedRun) -> Loss:
     if run.teacher is None:
         return _build_loss(task, run.loss, smoothing, run.plan.spec)
     if run.loss is not None:
-        raise RecipeError("a custom loss has no teacher, and the recipe has distill", "remove one of them")
+        raise RecipeError("a custom loss does not use the teacher of distill", "remove distill or the custom loss")
     request = LossRequest(task.loss_kind, task.shifts_labels, smoothing)
     return student_loss(run.recipe, request, run.teacher.model)
 

@@ -113,7 +113,7 @@ class BackgroundWriter:
     def _report_wait(self, seconds: float) -> None:
         if not self._has_reported_wait:
             say(
-                f"training waited {format_seconds(seconds)} for the previous checkpoint to be written, and will again: "
+                f"training waited {format_seconds(seconds)} for the previous checkpoint to be written: "
                 "increase checkpoint.every to save less often"
             )
         self._has_reported_wait = True
@@ -130,8 +130,8 @@ class BackgroundWriter:
         self._snapshots.drop()
         if not self._has_reported_foreground:
             say(
-                f"a snapshot needs {format_bytes(missing)} of host memory, which is not free: checkpoints are written "
-                "synchronously, and training waits for each"
+                f"too little host memory for a snapshot ({format_bytes(missing)} needed): checkpoints are written "
+                "synchronously, while training waits"
             )
         self._has_reported_foreground = True
         return None

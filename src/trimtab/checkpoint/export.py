@@ -80,7 +80,7 @@ def _card_subject(model: Any, adapter: Adapter | None) -> CardSubject:
         return CardSubject(kind)
     if not adapter.is_side_network:
         return CardSubject(kind, "peft", adapter.base.name or None)
-    note = "A side network for a frozen base model. Only trimtab loads it; `from_pretrained` of transformers cannot."
+    note = "A side network for a frozen base model. Only trimtab can load it; transformers' `from_pretrained` cannot."
     return CardSubject(kind, "side-network", adapter.base.name or None, notes=(note,))
 
 
@@ -183,7 +183,9 @@ class RetryingExport:
             return True
         self._pending = _copy_to_host(weights_to_export(self._model)), card
         if self.problem is not None:
-            say(f"{self.problem.problem}: it is kept in host memory, training continues. {self.problem.cure}")
+            say(
+                f"{self.problem.problem}: the model is kept in host memory, and training continues. {self.problem.cure}"
+            )
         return False
 
     def write_pending(self) -> bool:

@@ -75,7 +75,7 @@ class Mirror:
             path = failed_path(error)
             problem = f"{error.strerror or error}" + (f" ({path})" if path else "")
         if problem and not self.problem:
-            say(f"the mirror {self.target} is not up to date: {problem}. The run continues; every save tries again")
+            say(f"the mirror {self.target} is not up to date: {problem}. The run continues; each save tries again")
         elif self.problem and not problem:
             say(f"the mirror {self.target} is up to date again")
         self.problem = problem
@@ -130,7 +130,7 @@ class Mirror:
         pair_id = here.get("id")
         if pair_id and not there.get("id") and here.get("target") == str(self.target.absolute()):
             raise CheckpointError(
-                f"its content is gone; {self.target} may be on a drive that is not mounted",
+                f"its content is missing; {self.target} may be on a drive that is not mounted",
                 f"mount the drive, or delete {self.source / _INDEX} to start a new mirror",
             )
         if there.get("id") and there["id"] != pair_id:

@@ -88,7 +88,7 @@ def model_card(facts: Mapping[str, Any], subject: CardSubject) -> str:
     parts = [f"---\n{header}---", f"# {_title(facts, base)}", *subject.notes, "## Use", _usage(facts, subject, base)]
     if isinstance(facts.get("metrics"), Mapping) and facts["metrics"]:
         rows = [(name, _number(value)) for name, value in sorted(facts["metrics"].items())]
-        whose = "Of the original, on" if _FORMS & facts.keys() else "On"
+        whose = "Of the original model, on" if _FORMS & facts.keys() else "On"
         at = f" at step {facts['step']:,}" if isinstance(facts.get("step"), int) else ""
         parts += ["## Quality", f"{whose} the held-out rows{at}:", _table(("metric", "value"), rows)]
     if isinstance(facts.get("data"), Mapping) and facts["data"]:
@@ -102,7 +102,7 @@ def model_card(facts: Mapping[str, Any], subject: CardSubject) -> str:
             for part, of in facts["data"].items()
             if isinstance(of, Mapping)
         ]
-        parts += ["## Data", _table(("rows for", "name", "rows", "content (BLAKE2b)"), sources)]
+        parts += ["## Data", _table(("used for", "name", "rows", "fingerprint (BLAKE2b)"), sources)]
     if recipe is not None:
         text = yaml.safe_dump(_public_recipe(recipe), sort_keys=False, allow_unicode=True)
         parts += ["## Recipe", f"```yaml\n{text}```"]
@@ -173,7 +173,10 @@ def _usage(facts: Mapping[str, Any], subject: CardSubject, base: str | None) -> 
     place = f'"FOLDER/{file}"' if subject.form == "gguf" else '"FOLDER"'
     lines = ["from trimtab import load", "", f"loaded = load({place})  # .model and .tokenizer"]
     if subject.form == "clustered":  # no other library reads this format
-        lines += ['small = load("FOLDER", decode="on-use")  # decodes a weight at a time: less memory, slower', "```"]
+        lines += [
+            'small = load("FOLDER", decode="on-use")  # decodes one weight at a time: slower, needs less memory',
+            "```",
+        ]
         return "\n".join(["```python", *lines])
     if subject.form == "onnx" and not file:  # generates text
         lines += ['print(loaded.generate("..."))', "```", "", *_ONNX_CACHE[subject.kind]]

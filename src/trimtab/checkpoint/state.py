@@ -119,9 +119,9 @@ class ModelPart:
         if changed:
             name = next(iter(changed))
             then, now = (f"{form[0]} {form[1]}" for form in (unsaved[name], changed[name].as_list()))
-            how = f"is {then} there and {now} here" if then != now else "has other values"
+            how = f"is {then} in the checkpoint and {now} here" if then != now else "has different values"
             raise CheckpointError(
-                f"the frozen base is not that of the checkpoint: {len(changed)} of {len(unsaved)} frozen parameters "
+                f"the frozen base differs from the checkpoint's: {len(changed)} of {len(unsaved)} frozen parameters "
                 f"differ, such as {name}, which {how}",
                 "load the model that the run started with, in the same precision",
             )
@@ -199,7 +199,7 @@ class OptimizerPart:
         kind = type(self._optimizer).__qualname__
         if tree["kind"] != kind:
             raise CheckpointError(
-                f"the checkpoint is of the optimizer {tree['kind']}, not {kind}", f"use {tree['kind']}"
+                f"the checkpoint was saved with the optimizer {tree['kind']}, not {kind}", f"use {tree['kind']}"
             )
         names = self._names()
         here = [{names[id(p)] for p in group["params"]} for group in self._optimizer.param_groups]

@@ -58,7 +58,7 @@ def write_checkpoint(
     """
     encoded_facts = encode(dict(facts or {}))
     if encoded_facts.tensors:
-        raise CheckpointError("the facts of a checkpoint contain a tensor", "use plain numbers and text")
+        raise CheckpointError("the metadata of a checkpoint contains a tensor", "use plain numbers and text")
     try:
         with atomic_folder(folder, marker=MANIFEST, what="checkpoint") as place:
             files: dict[str, dict[str, Any]] = {}
@@ -149,14 +149,14 @@ def read_manifest(folder: str | os.PathLike[str]) -> Manifest:
         files = {name: FileRecord(record["bytes"], record["checksum"]) for name, record in value["files"].items()}
         facts = decode(value["facts"], _refuse_tensor)
         if not isinstance(facts, dict):
-            raise TypeError("the facts are not an object")
+            raise TypeError("the metadata is not an object")
     except (LookupError, TypeError, CheckpointError) as error:
         raise CheckpointError(f"{path} cannot be read: {type(error).__name__} {error}", _OLDER) from error
     return Manifest(files, facts)
 
 
 def _refuse_tensor(name: str) -> torch.Tensor:
-    raise LookupError(f"the facts contain the tensor {name!r}")
+    raise LookupError(f"the metadata contains the tensor {name!r}")
 
 
 def _not_a_checkpoint(folder: Path) -> CheckpointError:

@@ -8,28 +8,31 @@ from trimtab.cli.options import Device, FolderOfForm, Quiet, folder_of_form
 from trimtab.cli.output import show_table, shown
 from trimtab.errors import RecipeError
 
-_ROWS = "Rows to evaluate on. Default: all. 0: skip it and read one weight at a time, for models larger than memory."
+_ROWS = "Rows to evaluate on. Default: all. 0 skips this and reads one weight at a time, for models larger than memory."
 
 
 def cluster(
-    model: Annotated[str, typer.Argument(help="Run, folder, hub name, or best:EXPERIMENT.")],
+    model: Annotated[str, typer.Argument(help="Run, folder, Hub name, or best:EXPERIMENT.")],
     folder: FolderOfForm = None,
     bits: Annotated[int, typer.Option(help="Bits per weight, 1 to 8.")] = 4,
-    per: Annotated[str, typer.Option(help="What shares a palette: tensor, rows or channel.")] = "rows",
-    group_rows: Annotated[int | None, typer.Option(help="Rows per group, for --per rows. Default: by size.")] = None,
+    per: Annotated[str, typer.Option(help="Weights that share a palette: tensor, rows or channel.")] = "rows",
+    group_rows: Annotated[
+        int | None, typer.Option(help="Rows per group, for --per rows. Default: depends on the size.")
+    ] = None,
     scale_block: Annotated[int, typer.Option(help="Columns that share an 8-bit scale; 0 for no scales.")] = 64,
     data: Annotated[str | None, typer.Option(help="Labelled rows. Default: the held-out rows of the run.")] = None,
     rows: Annotated[int | None, typer.Option(help=_ROWS)] = None,
-    calibration: Annotated[str | None, typer.Option(help="Rows for importance and error compensation.")] = None,
+    calibration: Annotated[str | None, typer.Option(help="Calibration data, for importance and compensation.")] = None,
     calibration_rows: Annotated[int | None, typer.Option(help="Calibration rows to use. Default: 256.")] = None,
     importance: Annotated[
-        str | None, typer.Option(help="none, activations or gradients. Default: activations with --calibration.")
+        str | None,
+        typer.Option(help="Weight errors by: none, activations or gradients. Default: activations with --calibration."),
     ] = None,
     compensate: Annotated[
         bool | None, typer.Option(help="Spread errors over later columns. Default: with --calibration.")
     ] = None,
     train_steps: Annotated[int, typer.Option(help="Steps to train palettes on the calibration rows.")] = 0,
-    embeddings: Annotated[bool, typer.Option(help="Cluster embeddings and the output layer too.")] = True,
+    embeddings: Annotated[bool, typer.Option(help="Also cluster embeddings and the output layer.")] = True,
     rest: Annotated[str, typer.Option(help="Dtype of weights that are not clustered: fp16, or keep.")] = "keep",
     device: Device = None,
     quiet: Quiet = False,
@@ -42,7 +45,7 @@ def cluster(
     from trimtab.report.measurements_table import measurements_table
 
     if rest not in ("fp16", "keep"):
-        raise RecipeError(f"--rest {rest} is not known", "--rest fp16 or --rest keep")
+        raise RecipeError(f"--rest {rest} is not valid", "--rest fp16 or --rest keep")
     calibrated = calibration is not None
     if calibration_rows is not None and not calibrated:
         raise RecipeError("--calibration-rows has no effect without --calibration", "--calibration FILE")

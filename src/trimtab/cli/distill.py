@@ -20,7 +20,7 @@ def distill(
     quiet: Quiet = False,
     json_lines: Json = False,
 ) -> None:
-    """Train a small model to give the outputs of a large one."""
+    """Train a small model to reproduce the outputs of a large one."""
     from trimtab.commands.distill import distill as train_student
     from trimtab.report.measurements_table import measurements_table
 

@@ -23,12 +23,12 @@ _OPTIONS = {
 
 
 def evaluate(
-    model: Annotated[str, typer.Argument(help="Run, folder, hub name, or best:EXPERIMENT.")],
+    model: Annotated[str, typer.Argument(help="Run, folder, Hub name, or best:EXPERIMENT.")],
     data: Annotated[str | None, typer.Argument(help="Labelled rows. Default: the held-out rows of the run.")] = None,
-    against: Annotated[str | None, typer.Option(help="Second model: test whether it differs on these rows.")] = None,
+    against: Annotated[str | None, typer.Option(help="Second model to compare with, on the same rows.")] = None,
     text: Annotated[list[str] | None, typer.Option(help="Text column; pass it twice for pairs.")] = None,
     label: Annotated[list[str] | None, typer.Option(help="Column with the label, or with the expected text.")] = None,
-    rows: Annotated[int | None, typer.Option(help="Use at most this number of rows, chosen at random.")] = None,
+    rows: Annotated[int | None, typer.Option(help="Maximum number of rows, chosen at random.")] = None,
     worst: Annotated[int, typer.Option(help="Number of rows with the highest loss to list.")] = 10,
     out: Annotated[Path | None, typer.Option(help="Folder for evaluation.json, confusion.png, worst_rows.csv.")] = None,
     track: Annotated[bool, typer.Option("--track", help="Log metrics and files to MLflow.")] = False,

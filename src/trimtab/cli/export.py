@@ -9,7 +9,7 @@ from trimtab.cli.output import show_table
 
 
 def export(
-    model: Annotated[str, typer.Argument(help="Run, folder, hub name, or best:EXPERIMENT.")],
+    model: Annotated[str, typer.Argument(help="Run, folder, Hub name, or best:EXPERIMENT.")],
     to: Annotated[str, typer.Option(help="onnx, onnx-int8, gguf, or merged.")],
     folder: FolderOfForm = None,
     data: Annotated[
@@ -20,7 +20,7 @@ def export(
         str | None, typer.Option(help="Upload to this Hub repository, USER/NAME; created as private.")
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Merge an adapter even if the comparison fails.")] = False,
-    rows: Annotated[int, typer.Option(help="Use at most this number of rows.")] = 1000,
+    rows: Annotated[int, typer.Option(help="Maximum number of rows to compare on.")] = 1000,
 ) -> None:
     """Export a model as ONNX, GGUF or a plain folder; check it."""
     from trimtab.commands.export import export as export_to

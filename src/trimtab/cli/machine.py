@@ -18,7 +18,7 @@ def doctor() -> None:
 
 def config(
     to: Annotated[Path, typer.Option(help="File to write; launch reads launch.yaml by default.")] = Path("launch.yaml"),
-    default: Annotated[bool, typer.Option("--default", help="Ask no questions; detect every setting.")] = False,
+    default: Annotated[bool, typer.Option("--default", help="Do not ask questions; detect every setting.")] = False,
 ) -> None:
     """Write a launch file: number of processes, hosts and ports."""
     from trimtab.distributed.launch.launch_file import QUESTIONS, write_launch_file
@@ -38,11 +38,11 @@ def launch(
     address: Annotated[str | None, typer.Option(help="Address of host 0.")] = None,
     port: Annotated[int | None, typer.Option(help="Rendezvous port on host 0. Default: a free one.")] = None,
     max_restarts: Annotated[
-        int | None, typer.Option(help="How many times to restart all processes after a failure.")
+        int | None, typer.Option(help="Maximum number of restarts of all processes after a failure.")
     ] = None,
     log_dir: Annotated[str | None, typer.Option(help="Folder for logs of ranks above 0. Default: runs/logs.")] = None,
     cpu: Annotated[bool | None, typer.Option("--cpu", help="Train on the CPU even if there are GPUs.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check, and print the torchrun command only.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only check, and print the torchrun command.")] = False,
     quiet: Quiet = False,
 ) -> None:
     """Run a script or recipe in several processes, on one host or more."""

@@ -86,7 +86,7 @@ def main() -> None:
     except OSError as error:
         if not is_disk_full(error):
             raise
-        place = failed_path(error) or "the disk that this was written to"
+        place = failed_path(error) or "the output disk"
         _print_error(f"error: {place}: {error.strerror}\n  cure: free space on that disk")
         sys.exit(1)
     finally:

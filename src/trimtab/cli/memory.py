@@ -17,7 +17,7 @@ def memory(
     eval_data: EvalSource = None,
     task: Task = None,
     budget: Annotated[str | None, typer.Option("--memory", help="Memory budget, such as 8GiB.")] = None,
-    gpu: Annotated[str | None, typer.Option(help="Predict for a GPU that is not here: t4, rtx-4090, a100 …")] = None,
+    gpu: Annotated[str | None, typer.Option(help="Predict for another GPU: t4, rtx-4090, a100 …")] = None,
     length: Annotated[
         int | None, typer.Option(min=1, help="Tokens per row, instead of the lengths in the data.")
     ] = None,
@@ -38,7 +38,9 @@ def memory(
 
     set_verbosity(quiet, False)
     if gpu is not None and device is not None:
-        raise RecipeError("--gpu and --device exclude each other", "pass --gpu for a GPU that is not in this machine")
+        raise RecipeError(
+            "--gpu and --device cannot be used together", "pass --gpu for a GPU that is not in this machine"
+        )
     source = data if length is None else "none"  # with a fixed length no data is read, but a recipe must name some
     flags = {"model": model, "data.train": source, "data.eval": eval_data, "task": task, "memory.budget": budget}
     picture = draw_memory(load(recipe, sets, flags).recipe, gpu=gpu, device=device, length=length, measures=measure)

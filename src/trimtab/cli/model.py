@@ -12,13 +12,15 @@ from trimtab.errors import DataError, RecipeError
 
 
 def predict(
-    model: Annotated[str, typer.Argument(help="Run, folder, hub name, or best:EXPERIMENT.")],
-    file: Annotated[Path | None, typer.Argument(help="csv, tsv, jsonl, json, parquet or txt; - reads stdin.")] = None,
+    model: Annotated[str, typer.Argument(help="Run, folder, Hub name, or best:EXPERIMENT.")],
+    file: Annotated[
+        Path | None, typer.Argument(help="Input: csv, tsv, jsonl, json, parquet or txt; - for stdin.")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="File for predictions: .csv, .tsv, .jsonl or .parquet.")] = None,
-    text: Annotated[str | None, typer.Option(help="Predict this one text instead of a file.")] = None,
+    text: Annotated[str | None, typer.Option(help="Text to predict, instead of a file.")] = None,
     column: Annotated[str | None, typer.Option(help="Column of the file with the text.")] = None,
     probabilities: Annotated[bool, typer.Option("--probabilities", help="Add each label's probability.")] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file of --out if it exists.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Overwrite the --out file if it exists.")] = False,
     batch_size: Annotated[int, typer.Option(help="Rows per forward pass.")] = 32,
     max_new_tokens: Annotated[int, typer.Option(help="Maximum tokens to generate (causal models).")] = 100,
     device: Device = None,
@@ -40,7 +42,7 @@ def predict(
     elif str(file) == "-":
         if out is not None or column is not None or overwrite:
             raise RecipeError(
-                "stdin holds one text per line, and predictions go to stdout",
+                "stdin contains one text per line, and predictions go to stdout",
                 "remove --out, --column and --overwrite: trimtab predict MODEL - < texts.txt > predicted.jsonl",
             )
         lines = predict_lines(load(model, device=where), _read_stdin(), probabilities=probabilities, **sizes)
@@ -65,7 +67,9 @@ def _read_stdin() -> str:
 def merge(
     run: Annotated[str, typer.Argument(help="Run, or folder of an adapter.")],
     folder: NewFolder,
-    onto: Annotated[str, typer.Option(help="Base weights: original, or dequantized if it was quantized.")] = "original",
+    onto: Annotated[
+        str, typer.Option(help="Base to merge into: original, or dequantized if it was quantized.")
+    ] = "original",
     rows: Annotated[int, typer.Option(help="Rows of the run's data to compare both models on.")] = 64,
     max_kl: Annotated[float | None, typer.Option(help="Maximum mean KL divergence. Default: 0.02.")] = None,
     min_agreement: Annotated[

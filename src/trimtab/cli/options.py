@@ -10,9 +10,11 @@ from trimtab.errors import RecipeError
 if TYPE_CHECKING:
     from trimtab.recipe.load import LoadedRecipe
 
-RecipeFile = Annotated[Path | None, typer.Argument(help="Recipe file (YAML). Optional if the flags give every value.")]
+RecipeFile = Annotated[
+    Path | None, typer.Argument(help="Recipe file (YAML). Optional if flags set all required values.")
+]
 Model = Annotated[str | None, typer.Option(help="Hub name, folder, run, or best:EXPERIMENT.")]
-DataSource = Annotated[str | None, typer.Option("--data", help="Training data: file, folder, glob or hub name.")]
+DataSource = Annotated[str | None, typer.Option("--data", help="Training data: file, folder, glob or Hub name.")]
 EvalSource = Annotated[str | None, typer.Option("--eval", help="Evaluation data. Default: split off from --data.")]
 Task = Annotated[str | None, typer.Option(help="classify, regress, causal-lm, chat, seq2seq or masked-lm.")]
 Sets = Annotated[list[str] | None, typer.Option("--set", help="Set any recipe key, such as --set train.lr=3e-5.")]
@@ -37,7 +39,7 @@ def folder_of_form(model: str, form: str, folder: Path | None) -> Path:
     names = [part for part in parts if part not in ("", ".", "..", "best")]
     target = Path(f"{names[-1] if names else 'model'}-{form}")
     if target.exists():  # perhaps of another model with the same last name
-        raise RecipeError(f"{target} exists already", f"name a folder, or {target} to replace it")
+        raise RecipeError(f"{target} already exists", f"pass another folder, or {target} to replace it")
     return target
 
 

@@ -7,14 +7,14 @@ import typer
 from trimtab.cli.options import Device, FolderOfForm, Quiet, folder_of_form
 from trimtab.cli.output import show_table, shown
 
-_TO = "int8-dynamic, int8, int4, fp8, fp8-dynamic, nf4 or bnb-int8; several with a bound: int8,int4."
-_ROWS = "Rows to evaluate on. 0: skip it and read one weight at a time, for models larger than memory."
+_TO = "int8-dynamic, int8, int4, fp8, fp8-dynamic, nf4 or bnb-int8; several (int8,int4) with --max-loss or --size."
+_ROWS = "Rows to evaluate on. 0 skips this and reads one weight at a time, for models larger than memory."
 _LOSS = "Quantize as many layers as this loss of quality allows, such as 0.5%."
 _SIZE = "Quantize the least harmful layers until the files have this size, such as 40MB."
 
 
 def quantize(
-    model: Annotated[str, typer.Argument(help="Run, folder, hub name, or best:EXPERIMENT.")],
+    model: Annotated[str, typer.Argument(help="Run, folder, Hub name, or best:EXPERIMENT.")],
     folder: FolderOfForm = None,
     to: Annotated[str, typer.Option(help=_TO)] = "int8",
     data: Annotated[str | None, typer.Option(help="Labelled rows. Default: the held-out rows of the run.")] = None,
@@ -45,4 +45,6 @@ def quantize(
     if done.measurements:
         show_table(*measurements_table(done.measurements))
     left = f", {done.num_left} not quantized" if done.num_left else ""
-    typer.echo(f"{done.folder}: {len(done.formats)} linear layers quantized{left}; embeddings and heads are unchanged")
+    typer.echo(
+        f"{done.folder}: {len(done.formats)} linear layers quantized{left}; embeddings and heads are not quantized"
+    )

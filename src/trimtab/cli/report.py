@@ -32,7 +32,7 @@ def report(
         write_samples(run, samples or 0, device=device)
     if not watch:
         if port is not None:
-            raise RecipeError(f"--port {port} has no effect without --watch", "add --watch, or leave --port out")
+            raise RecipeError(f"--port {port} has no effect without --watch", "add --watch, or remove --port")
         typer.echo(str(write_page(runs, out)))
         return
     if out is not None:

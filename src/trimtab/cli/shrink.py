@@ -9,13 +9,13 @@ from trimtab.cli.output import show_table, shown
 
 
 def shrink(
-    model: Annotated[str, typer.Argument(help="Run, folder, hub name, or best:EXPERIMENT.")],
+    model: Annotated[str, typer.Argument(help="Run, folder, Hub name, or best:EXPERIMENT.")],
     folder: FolderOfForm = None,
     data: Annotated[str | None, typer.Option(help="Labelled rows. Default: the held-out rows of the run.")] = None,
     max_loss: Annotated[
         str, typer.Option(help="Largest accepted drop of accuracy, or rise of loss: 1% or 0.01.")
     ] = "1%",
-    rows: Annotated[int, typer.Option(help="Use at most this number of rows.")] = 1000,
+    rows: Annotated[int, typer.Option(help="Maximum number of rows to evaluate on.")] = 1000,
     track: Annotated[bool, typer.Option("--track", help="Log all forms to MLflow.")] = False,
     device: Device = None,
     quiet: Quiet = False,
@@ -33,7 +33,7 @@ def shrink(
     if prints:
         show_table(*frontier_table(found.measurements, found.max_loss))
         if found.folder is None:
-            typer.echo(f"no smaller form loses at most {found.max_loss:.2%}: keep the original")
+            typer.echo(f"no smaller form stays within a loss of {found.max_loss:.2%}: keep the original")
         else:
             typer.echo(f"recommended: {found.folder}, see {target / 'frontier.png'}")
     if track:  # last: a server that does not answer must not hide what was found

@@ -48,7 +48,9 @@ def train(
     seed: Annotated[int | None, typer.Option(help="Random seed.")] = None,
     out: Annotated[str | None, typer.Option(help="Folder of the run. Default: runs/EXPERIMENT/NAME.")] = None,
     name: Annotated[str | None, typer.Option(help="Name of the run.")] = None,
-    fast_dev_run: Annotated[bool | None, typer.Option("--fast-dev-run", help="Test all parts on a few steps.")] = None,
+    fast_dev_run: Annotated[
+        bool | None, typer.Option("--fast-dev-run", help="Smoke-test the whole run on a few steps.")
+    ] = None,
     overfit_batches: Annotated[int | None, typer.Option(help="Train and evaluate on this many batches only.")] = None,
     limit_train: Annotated[str | None, typer.Option(help="Training batches per epoch: 100, or 10%.")] = None,
     limit_eval: Annotated[str | None, typer.Option(help="Batches per evaluation: 100, or 10%.")] = None,
@@ -128,10 +130,13 @@ def compare(
     study: Annotated[
         str | None,
         typer.Option(
-            help="precisions, optimizers, accumulation, checkpointing, methods, attention, padding or compile."
+            help="Predefined variants: precisions, optimizers, accumulation, checkpointing, methods, attention, "
+            "padding or compile."
         ),
     ] = None,
-    sample: Annotated[int | None, typer.Option(help="Measure N random combinations of --vary (by the seed).")] = None,
+    sample: Annotated[
+        int | None, typer.Option(help="Measure N random combinations of --vary, chosen by the seed.")
+    ] = None,
     variants: Annotated[Path | None, typer.Option(help="YAML file of variants: {name: {key: value, …}, …}.")] = None,
     steps: Annotated[int, typer.Option(help="Optimizer steps per run.")] = 200,
     repeats: Annotated[int, typer.Option(help="Runs per variant, interleaved.")] = 2,

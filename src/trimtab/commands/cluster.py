@@ -67,7 +67,7 @@ def cluster(
     """Cluster the weights of a model and write a folder that `trimtab.load` reads.
 
     Args:
-        model: A run, a folder, a hub name or a model on a tracking server.
+        model: A run, a folder, a Hub name or a model on a tracking server.
         folder: Where to write: a new or empty folder, or a clustered model, which is replaced.
         settings: How to cluster.
         data: Labelled rows to evaluate the original and the result on; by default the held-out rows of the run. A model
@@ -92,7 +92,7 @@ def cluster(
     if num_rows == 0 and streamed is None:
         raise ModelError(
             f"{source} has no safetensors files whose weights can be read one at a time",
-            "name a folder with such files (hf download NAME --local-dir DIR), or load the model: no --rows 0",
+            "pass a folder with such files (hf download NAME --local-dir DIR), or load the model: remove --rows 0",
         )
     compares = num_rows != 0 and (data is not None or _knows_rows(source))
     if num_rows and not compares:
@@ -153,16 +153,16 @@ def _check(source: str, settings: ClusterSettings, calibration: str | Path | Non
         refuse_unmergeable(source)
         raise ModelError(f"{source} is an adapter: only whole models can be clustered", f"trimtab merge {source} DIR")
     if Path(source).is_dir() and is_clustered(source):
-        raise ModelError(f"{source} is clustered already", "name the original model")
+        raise ModelError(f"{source} is already clustered", "pass the original model")
     if not source.endswith(".gguf") and is_quantized_config(load_config(source)):
-        raise ModelError(f"{source} is quantized already", "name the model that it was made from")
+        raise ModelError(f"{source} is already quantized", "pass the original model")
     if train_steps < 0:
-        raise RecipeError(f"--train-steps {train_steps} is not a number of steps", "--train-steps 0, or more")
+        raise RecipeError(f"--train-steps {train_steps} is not valid", "--train-steps 0 or more")
     if settings.needs_calibration and calibration is None:
         what = "--compensate" if settings.compensate else f"--importance {settings.importance}"
-        raise RecipeError(f"{what} needs rows of data", "--calibration FILE, such as the rows of training")
+        raise RecipeError(f"{what} needs data", "--calibration FILE, such as the training rows")
     if train_steps and calibration is None:
-        raise RecipeError("--train-steps needs rows of data", "--calibration FILE, such as the rows of training")
+        raise RecipeError("--train-steps needs data", "--calibration FILE, such as the training rows")
 
 
 def _check_no_rows(data: Any, calibration: Any) -> None:
@@ -170,7 +170,7 @@ def _check_no_rows(data: Any, calibration: Any) -> None:
         raise RecipeError("--rows 0 evaluates nothing, so --data has no effect", "leave out --rows 0, or --data")
     if calibration is not None:
         raise RecipeError(
-            "--rows 0 reads one weight at a time, and --calibration needs the whole model in memory",
+            "--rows 0 reads one weight at a time, but --calibration needs the whole model in memory",
             "leave out --rows 0, or --calibration",
         )
 

@@ -55,7 +55,7 @@ class Protocol:
         if self.num_steps < 4 or not 1 <= self.warmup < self.num_steps - 1:
             raise RecipeError(
                 f"{self.num_steps} steps with {self.warmup} warmup steps leave too few to time",
-                "--steps 20 or more, and a --warmup-steps well below",
+                "--steps 20 or more, and fewer --warmup-steps",
             )
         if self.num_repeats < 1:
             raise RecipeError(f"--repeats {self.num_repeats} measures nothing", "--repeats 2, or 1 without a spread")
@@ -133,7 +133,7 @@ def _refuse_own_keys(variant: Variant) -> None:
             if any(f"{name}.".startswith(f"{own}.") for own in _OWN_KEYS):
                 raise RecipeError(
                     f"{variant.name} changes {name}, which compare sets itself: all variants train the same number of "
-                    "steps and keep nothing",
+                    "steps and save nothing",
                     f"leave out {name}, or train each variant with trimtab train and show them with trimtab report",
                 )
 
@@ -175,7 +175,7 @@ def compare(recipe: Recipe, candidates: Sequence[VariantRuns], protocol: Protoco
                     surroundings = _measure(one, repeat, protocol, folder, log) or surroundings
         except KeyboardInterrupt:
             is_complete = False
-            say("stopped: what was measured so far is kept")
+            say("stopped: the measurements so far are kept")
     return Comparison(
         outcomes=tuple(one.outcome() for one in candidates),
         protocol={
@@ -273,7 +273,7 @@ def _run_process(command: list[str], log: Path, timeout_s: float | None) -> str:
         try:
             code = child.wait(timeout_s)
         except subprocess.TimeoutExpired:
-            return f"not done after {format_seconds(timeout_s or 0)}"
+            return f"not finished after {format_seconds(timeout_s or 0)}"
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)

@@ -19,7 +19,7 @@ from trimtab.recipe.yaml_text import as_yaml, read_yaml
 _DATASETS = ("datasets", "pretraining_dataset", "test_datasets")
 _ORDER = [key.dotted for key in keys_of(Recipe)]
 _EXPECTED = "pass an Axolotl config: a mapping with base_model, and datasets or pretraining_dataset"
-_UNKNOWN = "not a key that `trimtab convert` knows"
+_UNKNOWN = "unknown to `trimtab convert`"
 
 
 @dataclass
@@ -142,7 +142,7 @@ def convert_axolotl(path: Path) -> Converted:
             found.add(name, value, left_out(_UNKNOWN, is_lost=True))
     _add_defaults(found, config)
     if "data.train" not in found.settings:
-        raise RecipeError(f"{path}: no source of rows that a recipe can name", _cure_of_data(found))
+        raise RecipeError(f"{path}: no data source that a recipe can use", _cure_of_data(found))
     found.drop_contradictions()
     return found
 
@@ -159,16 +159,16 @@ def _read(path: Path) -> dict[str, Any]:
         raise RecipeError(f"{place}: {name} is given twice, first on line {first_line}", "keep one of them")
     config = document.values
     if "model" in config and "base_model" not in config:
-        raise RecipeError(f"{path} is a recipe already", f"trimtab check {path}")
+        raise RecipeError(f"{path} is already a recipe", f"trimtab check {path}")
     if "base_model" not in config or not any(config.get(name) for name in _DATASETS[:2]):
         raise RecipeError(
-            f"{path} is not a config of Axolotl: it needs base_model, and datasets or pretraining_dataset",
+            f"{path} is not an Axolotl config: it needs base_model, and datasets or pretraining_dataset",
             f"found {', '.join(list(config)[:8]) or 'no keys'}; trimtab check explains the keys of other tools",
         )
     for name, kind in REFUSED.items():
         if config.get(name):
             raise RecipeError(
-                f"{path}: {name}: {shown(config[name])} asks for {kind}, which trimtab does not have",
+                f"{path}: {name}: {shown(config[name])} requests {kind}, which trimtab does not support",
                 f"remove {name} to convert the rest as supervised fine-tuning",
             )
     return config

@@ -74,7 +74,7 @@ def fetch(package: Package, folder: Path) -> Path:
     if found != package.sha256:
         path.unlink()
         raise DataError(
-            f"{path.name} has sha256 {found}, expected {package.sha256}", "run it again; the file was removed"
+            f"{path.name} has sha256 {found}, expected {package.sha256}", "run the command again; the file was removed"
         )
     return path
 

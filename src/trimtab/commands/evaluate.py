@@ -54,7 +54,7 @@ def evaluate_model(
     """Evaluate a model, and compare it with another one on the same rows.
 
     Args:
-        model: A run, a folder, a hub name or a model on a tracking server.
+        model: A run, a folder, a Hub name or a model on a tracking server.
         data: Labelled rows; by default those that the run of the model held out.
         against: A second model.
         text: Column of the text; by default that of the training rows, or guessed.

@@ -128,11 +128,11 @@ def export(
 
 def _check_arguments(to: str, dtype: str | None) -> None:
     if to not in FORMS:
-        raise RecipeError(f"--to {to} is not known", f"one of {', '.join(FORMS)}")
+        raise RecipeError(f"--to {to} is not valid", f"use one of {', '.join(FORMS)}")
     if dtype is not None and to != "gguf":
         raise RecipeError(f"--dtype {dtype} is for GGUF files, not for {to}", "remove it, or use --to gguf")
     if dtype is not None and dtype not in TYPES:
-        raise RecipeError(f"--dtype {dtype} is not known for GGUF", f"one of {', '.join(TYPES)}")
+        raise RecipeError(f"--dtype {dtype} is not valid for GGUF", f"use one of {', '.join(TYPES)}")
     if to == "gguf":
         require_extra("gguf", "--to gguf")
     elif to != "merged":
@@ -142,7 +142,7 @@ def _check_arguments(to: str, dtype: str | None) -> None:
 def _refuse_final_forms(original: LoadedModel, source: str) -> None:
     if isinstance(original.model, OnnxModel) or (is_quantized_model(original.model) and not is_adapter(source)):
         what = "an ONNX file" if isinstance(original.model, OnnxModel) else "a quantized model"
-        raise ModelError(f"{source} is {what}, which has no other form", "export the model that it was made from")
+        raise ModelError(f"{source} is {what}, which cannot be exported", "export the original model")
 
 
 def _held_out(original: LoadedModel, data: str | Path | None, num_rows: int | None) -> HeldOut | None:
@@ -151,7 +151,7 @@ def _held_out(original: LoadedModel, data: str | Path | None, num_rows: int | No
     except (RecipeError, DataError) as error:
         if data is not None:
             raise
-        say(f"both models are not measured: {error.problem}")
+        say(f"the models are not measured: {error.problem}")
         return None
 
 
@@ -265,7 +265,7 @@ def _measure(
 ) -> tuple[ModelMeasurement, ...]:
     if held_out is None:
         return ()
-    # an adapter has the weights of its base too, and a hub name has no folder of its own
+    # an adapter has the weights of its base too, and a Hub name has no folder of its own
     has_own_weights = Path(source).exists() and not is_adapter(source)
     first = measure("original", original, held_out, folder=source if has_own_weights else None)
     second = measure(to, written.loaded, held_out, folder=place, comparison=held_out.compare_with(original))
@@ -278,7 +278,7 @@ def _write_card(written: _Written, measurements: tuple[ModelMeasurement, ...], p
     if measurements and (of := measurements[1].divergence) is not None:
         notes.append(
             f"On {of.num_rows:,} rows ({of.num_answers:,} answers): mean KL divergence from the original "
-            f"{of.kl_mean:.2g}, the same answer in {of.agreement:.2%}."
+            f"{of.kl_mean:.2g}, the same prediction in {of.agreement:.2%}."
         )
         before, after = (one.quality for one in measurements)
         values = [f"{name} {after[name]:.4f} (original {before[name]:.4f})" for name in sorted(after)]

@@ -9,7 +9,7 @@ from trimtab.inference.held_out import HeldOut, read_held_out, tokenized
 from trimtab.inference.load import LoadedModel
 from trimtab.recipe.schema import Recipe
 
-_CURE = "name a file with rows that the model was not trained on"
+_CURE = "pass a file with rows that the model was not trained on"
 
 
 def held_out_of(
@@ -24,7 +24,7 @@ def held_out_of(
 
     Args:
         loaded: The model.
-        data: File, folder, glob or hub name, or rows; None for the rows of the run.
+        data: File, folder, glob or Hub name, or rows; None for the rows of the run.
         num_rows: Use a random choice of at most this number of rows.
         text: Column of the text; by default that of the training rows, or guessed.
         label: Column of the label, in the same way.
@@ -38,10 +38,10 @@ def held_out_of(
     if data is not None:
         return read_held_out(loaded, data, text=text, label=label, num_rows=num_rows)
     if text is not None or label is not None:
-        raise RecipeError("columns were named, but no data", f"{_CURE}, or leave out --text and --label")
+        raise RecipeError("columns were given, but no data", f"{_CURE}, or leave out --text and --label")
     recipe = loaded.facts.get("recipe")
     if not isinstance(recipe, Mapping):
-        raise RecipeError("this model does not know its held-out rows: it was not trained by trimtab", _CURE)
+        raise RecipeError("the held-out rows of this model are unknown: it was not trained by trimtab", _CURE)
     try:
         found = build_data(Recipe(**recipe))
     except (DataError, RecipeError) as error:

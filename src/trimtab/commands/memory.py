@@ -76,7 +76,7 @@ def draw_memory(
     """
     if measures and (gpu is not None or length is not None):
         raise RecipeError(
-            "only a step on a device of this machine, with rows of the data, can be measured",
+            "only a step on a device of this machine, with real rows, can be measured",
             "leave out --gpu and --length, or --measure",
         )
     if measures is None:

@@ -121,9 +121,9 @@ def merge(
 
 def _check_arguments(onto: str, dtype: str, num_rows: int, target: Path) -> None:
     if onto not in ("original", "dequantized"):
-        raise RecipeError(f"--onto {onto} is not known", "--onto original or --onto dequantized")
+        raise RecipeError(f"--onto {onto} is not valid", "--onto original or --onto dequantized")
     if dtype != "auto" and dtype not in DTYPES:
-        raise RecipeError(f"--dtype {dtype} is not known", f"one of auto, {', '.join(DTYPES)}")
+        raise RecipeError(f"--dtype {dtype} is not valid", f"use one of auto, {', '.join(DTYPES)}")
     if num_rows < 1:
         raise RecipeError(f"--rows {num_rows} compares nothing", "--rows 1 or more")
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
@@ -182,7 +182,7 @@ class _AdapterMerge:
     def _asked(self, num_rows: int) -> ModelComparison:
         facts = self._source.facts
         if not isinstance(facts.get("recipe"), Mapping):
-            raise RecipeError(f"{self._source.folder} does not name the rows it was trained on")
+            raise RecipeError(f"{self._source.folder} has no record of the rows it was trained on")
         data = build_data(Recipe(**facts["recipe"]))
         task, rows, tokenizer = data.task, data.eval or data.train, self.tokenizer
         model, _ = self._model(self._trained_form)
@@ -201,7 +201,7 @@ class _AdapterMerge:
             task, [tokens[row] for row in sorted(order)], _num_outputs(model, task), self._device
         )
         if not questions.record_reference(model):
-            raise RecipeError(f"{len(order)} rows of {rows.origin} have no labels to predict", "use more --rows")
+            raise RecipeError(f"{len(order)} rows of {rows.origin} have no labels to predict", "increase --rows")
         return questions
 
     def merged(self, onto: str, dtype: torch.dtype) -> Any:

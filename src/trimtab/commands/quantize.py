@@ -75,14 +75,14 @@ def quantize(
     """Quantize a model and write it as a Hugging Face folder that `from_pretrained` loads.
 
     Args:
-        source: A run, a folder, a hub name or a model on a tracking server. A LoRA adapter is merged first.
+        source: A run, a folder, a Hub name or a model on a tracking server. A LoRA adapter is merged first.
         folder: Where to write: a new folder, or one that trimtab wrote, which is replaced.
         to: Formats, of `FORMATS`. Several formats of torchao are mixed if there is a bound.
-        data: Rows to evaluate the models on: file, folder, glob or hub name, or rows; by default the held-out rows
+        data: Rows to evaluate the models on: file, folder, glob or Hub name, or rows; by default the held-out rows
             of the run. Up to 128 others of them, at most a quarter, are calibrated on.
         num_rows: Number of rows to evaluate on, chosen at random. 0 evaluates nothing: weights are read from the files
             of the model, quantized and written one at a time, for a model that is larger than memory. This is for one
-            format without a bound, and for a folder of safetensors files, not for adapters, GGUF files and hub names;
+            format without a bound, and for a folder of safetensors files, not for adapters, GGUF files and Hub names;
             nf4 is not calibrated. A weight, what its format needs to round it, and 1 GiB of output are in memory.
         bound: What the result has to keep; None quantizes every layer.
         dtype: "auto" (as the original), "fp32", "bf16" or "fp16": dtype of what is not quantized.
@@ -124,7 +124,7 @@ def quantize(
 def _check_no_rows(data: Any, bound: Bound | None) -> None:
     if bound is not None:
         raise RecipeError(
-            "--rows 0 evaluates nothing, and a bound needs an evaluation", "--rows 512, or leave out the bound"
+            "--rows 0 evaluates nothing, but --max-loss and --size need an evaluation", "--rows 512, or no bound"
         )
     if data is not None:
         raise RecipeError("--rows 0 evaluates nothing, so --data has no effect", "--rows 512, or leave out --data")
@@ -141,7 +141,7 @@ def _quantize_files(source: str, target: Path, format: WeightFormat, dtype: str,
     if files is None:
         raise ModelError(
             f"{source} has no safetensors files whose weights can be read one at a time",
-            "name a folder with such files (hf download NAME --local-dir DIR), or load the model: --rows 512",
+            "pass a folder with such files (hf download NAME --local-dir DIR), or load the model: --rows 512",
         )
     work, tokenizer = FileQuantization(files.paths, files.skeleton, format, device), load_tokenizer(source)
     names = dict.fromkeys(work.names, format.name)
@@ -174,23 +174,23 @@ def _check_bound(bound: Bound | None, measurements: Sequence[ModelMeasurement], 
     if bound.max_loss is not None and not lost <= bound.max_loss:
         raise ModelError(
             f"loaded from its files, the model loses {lost:.2%}, more than {bound.max_loss:.2%}, {kept}",
-            "a smaller --max-loss",
+            "try a smaller --max-loss",
         )
     if bound.max_bytes is not None and (after.disk_bytes or 0) > bound.max_bytes:
         raise ModelError(
-            f"the files have {after.disk_bytes:,} bytes, more than {bound.max_bytes:,}, {kept}", "a smaller --size"
+            f"the files have {after.disk_bytes:,} bytes, more than {bound.max_bytes:,}, {kept}", "try a smaller --size"
         )
 
 
 def _known_formats(names: Sequence[str], bound: Bound | None) -> list[WeightFormat]:
     unknown = [name for name in names if name not in FORMATS]
     if unknown or not names:
-        raise RecipeError(f"--to {', '.join(unknown) or 'nothing'} is not known", f"one of {', '.join(FORMATS)}")
+        raise RecipeError(f"--to {', '.join(unknown) or 'nothing'} is not valid", f"use one of {', '.join(FORMATS)}")
     formats = [FORMATS[name] for name in dict.fromkeys(names)]
     if len(formats) > 1 and bound is None:
-        raise RecipeError(f"--to {','.join(names)}: several formats are mixed by a bound", "add --max-loss or --size")
+        raise RecipeError(f"--to {','.join(names)}: several formats need a bound", "add --max-loss or --size")
     if len(formats) > 1 and any(one.package != "torchao" for one in formats):
-        raise RecipeError(f"--to {','.join(names)}: transformers mixes formats of torchao only", "name one format")
+        raise RecipeError(f"--to {','.join(names)}: transformers can only mix torchao formats", "pass one format")
     return formats
 
 
@@ -223,7 +223,7 @@ def _load_original(source: str, origin: str, device: torch.device) -> LoadedMode
 
 def _refuse_quantized(source: str, origin: str) -> None:
     if not origin.endswith(".gguf") and is_quantized_config(load_config(origin)):
-        raise ModelError(f"{source} is quantized already", "name the model that it was made from")
+        raise ModelError(f"{source} is already quantized", "pass the original model")
 
 
 def _stored_dtype(source: str) -> torch.dtype:
@@ -233,7 +233,7 @@ def _stored_dtype(source: str) -> torch.dtype:
 
 def _rest_dtype(asked: str, own: torch.dtype, formats: Sequence[WeightFormat]) -> torch.dtype:
     if asked != "auto" and asked not in DTYPES:
-        raise RecipeError(f"--dtype {asked} is not known", f"one of auto, {', '.join(DTYPES)}")
+        raise RecipeError(f"--dtype {asked} is not valid", f"use one of auto, {', '.join(DTYPES)}")
     if asked == "auto":
         return torch.bfloat16 if any(one.needs_bf16 for one in formats) else own
     return DTYPES[asked]
@@ -242,7 +242,7 @@ def _rest_dtype(asked: str, own: torch.dtype, formats: Sequence[WeightFormat]) -
 def _rows(loaded: LoadedModel, data: Any, num_rows: int) -> tuple[HeldOut, HeldOut]:
     """Return rows to evaluate the models on, and others to calibrate on, at most a quarter of all."""
     if num_rows < 1:
-        raise RecipeError(f"--rows {num_rows} is not a number of rows", "--rows 0 or more")
+        raise RecipeError(f"--rows {num_rows} is not valid", "--rows 0 or more")
     found = held_out_of(loaded, data, num_rows + CALIBRATION_ROWS)
     num_calibration = min(CALIBRATION_ROWS, len(found.rows) // 4)
     if num_calibration == 0:

@@ -42,7 +42,7 @@ class Bound:
 
     def __post_init__(self) -> None:
         if (self.max_loss is None) == (self.max_bytes is None):
-            raise RecipeError("a bound is either --max-loss or --size", "give one of them")
+            raise RecipeError("a bound is either --max-loss or --size", "pass exactly one of them")
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def _calibrate(layers: QuantizedLayers, format: WeightFormat, evaluator: MixEval
     loaded.model.eval()
     num_better = layers.calibrate(format, run)
     if num_better:
-        say(f"{format.name}: rounding compensates errors in {num_better} of {len(layers.suited(format))} layers")
+        say(f"{format.name}: error-compensated rounding is used in {num_better} of {len(layers.suited(format))} layers")
 
 
 def _measure_layers(
@@ -141,12 +141,12 @@ def _for_size(layers: QuantizedLayers, moves: Sequence[Move], max_bytes: int) ->
         least = total - sum(move.saved_bytes for move in moves)
         raise ModelError(
             f"with every layer quantized the model has {least / 1e6:.2f} MB, more than {max_bytes / 1e6:.2f} MB",
-            "a larger --size, a smaller format in --to, or --dtype bf16 for embeddings and heads",
+            "use a larger --size, a smaller format in --to, or --dtype bf16 for embeddings and heads",
         )
     if not chosen:
         raise ModelError(
-            f"the model has {total / 1e6:.2f} MB, not more than {max_bytes / 1e6:.2f} MB, without being quantized",
-            "a smaller --size",
+            f"the model has only {total / 1e6:.2f} MB without quantization, within --size {max_bytes / 1e6:.2f} MB",
+            "use a smaller --size",
         )
     return chosen
 
@@ -172,6 +172,6 @@ def _for_quality(
     if num == 0:
         raise ModelError(
             f"no layer can be quantized to {', '.join(formats)} within --max-loss {max_loss:.2%}",
-            "a larger --max-loss, more --rows, or another format",
+            "use a larger --max-loss, more --rows, or another format",
         )
     return list(moves[:num])

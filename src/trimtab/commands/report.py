@@ -64,7 +64,7 @@ def _refuse_other_file(target: Path) -> None:
     try:
         with target.open(encoding="utf-8", errors="replace") as file:
             if MARK not in file.read(2000):
-                raise RecipeError(f"{target} exists and is not a report of trimtab", "choose another --out")
+                raise RecipeError(f"{target} exists and is not a trimtab report", "choose another --out")
     except FileNotFoundError:
         return
     except OSError as error:

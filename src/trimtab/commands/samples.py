@@ -101,13 +101,13 @@ def _generate_before(
     model = (card.get("recipe") or {}).get("model")
     name = model.get("name") if isinstance(model, Mapping) else model
     if not name:
-        return [None] * len(prompts), "random weights, which generate nothing"
+        return [None] * len(prompts), "random weights (no samples)"
     try:
         base = load(name, device=device)
         if base.model.get_input_embeddings().weight.shape[0] < len(tokenizer):
-            raise ModelError("training has added tokens that the base model does not have", "none")
+            raise ModelError("training added tokens that the base model does not have", "none")
         base = replace(base, tokenizer=tokenizer, task_name=str(card["task"]))
         return list(generate_texts(base, prompts, max_new_tokens)), str(name)
     except TrimtabError as error:
         say(f"no samples of the base model: {error}")
-        return [None] * len(prompts), f"{name}, which could not be used"
+        return [None] * len(prompts), f"{name} (not available)"

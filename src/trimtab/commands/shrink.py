@@ -79,7 +79,7 @@ def shrink(
     """Write a model in every smaller form, in order of their cost, and measure each on held-out rows.
 
     Args:
-        source: Run, folder, hub name or tracked model.
+        source: Run, folder, Hub name or tracked model.
         folder: New folder: one folder for each form, and the frontier as frontier.json, frontier.md and frontier.png.
         data: Labelled rows; by default the held-out rows of the run.
         max_loss: The most that the main metric may lose: 0.01 is one point of accuracy, or 1% more loss.
@@ -113,7 +113,7 @@ def shrink(
                 measurements.append(measure(name, smaller, held_out, folder=target / name, comparison=comparison))
         except Exception as error:  # of any type: other packages write and run these forms
             failed[name] = str(error) if isinstance(error, TrimtabError) else f"{type(error).__name__}: {error}"
-            say(f"{name}: not made, {failed[name]}")
+            say(f"{name}: failed: {failed[name]}")
         else:
             say(f"{name}: {_in_words(measurements[-1])}; took {format_seconds(time.perf_counter() - started)}")
     best = recommended(measurements, max_loss)
@@ -218,4 +218,4 @@ def _write_frontier(found: Shrunk, folder: Path) -> None:
 
 
 def _failures(found: Shrunk) -> list[str]:
-    return [f"{name} was not made: {reason}" for name, reason in found.failed.items()]
+    return [f"{name} failed: {reason}" for name, reason in found.failed.items()]

@@ -27,7 +27,7 @@ def choose_variants(
             f"--vary train.precision=fp32,bf16, --study with {', '.join(STUDIES)}, or --variants FILE",
         )
     if num_sampled is not None and not vary:
-        raise RecipeError("--sample chooses among the combinations of --vary, and there are none", "leave it out")
+        raise RecipeError("--sample selects combinations of --vary, which is missing", "add --vary, or remove --sample")
     if study is not None:
         return build_study(study, recipe)
     return combine_values(vary, num_sampled, recipe.seed) if file is None else read_variants(file)

@@ -136,6 +136,6 @@ def _read_layouts(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
         raise ModelError(f"{path} has no description of clustered weights", _CURE) from error
     if version not in _READABLE:
         raise ModelError(
-            f"{path} is of version {version} of the format of clustered weights; {VERSION} is known", "update trimtab"
+            f"{path} has version {version} of the clustered format; this trimtab reads {VERSION}", "upgrade trimtab"
         )
     return dict(layouts)

@@ -37,7 +37,7 @@ def load_clustered_model(
         trust_remote_code: Whether Python code in the folder may run.
     """
     if decode not in DECODE:
-        raise RecipeError(f"decode={decode!r} is not known", f"one of {', '.join(DECODE)}")
+        raise RecipeError(f"decode={decode!r} is not valid", f"use one of {', '.join(DECODE)}")
     config = load_config(str(folder), trust_remote_code=trust_remote_code)
     with quiet_transformers(), _parameters_on_meta():
         model = auto_class(kind).from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
@@ -75,7 +75,7 @@ def fill(
         raise ModelError(f"{source} has no weights for {', '.join(missing[:2])}", _CURE)
 
 
-_CURE = "its files do not belong together: cluster or download the model again"
+_CURE = "its files do not match each other: cluster or download the model again"
 
 
 def _put(

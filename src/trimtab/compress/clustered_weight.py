@@ -103,7 +103,7 @@ def find_layout_problem(tensors: Mapping[str, Tensor], layout: Mapping[str, Any]
     except (KeyError, TypeError, ValueError):
         is_known = False
     if not is_known:
-        return "its layout is not known"
+        return "its layout is unknown"
     packed, palettes, scales = tensors["indices"], tensors["palettes"], tensors.get("scales")
     if packed.dtype != torch.uint8 or tuple(packed.shape) != (num_rows, packed_size(num_columns, bits)):
         return f"its indices are {packed.dtype} {list(packed.shape)}, which is not {num_rows} rows of {bits} bits"
@@ -113,7 +113,7 @@ def find_layout_problem(tensors: Mapping[str, Tensor], layout: Mapping[str, Any]
     for tensor, name, shape in wanted:
         is_number = tensor.is_floating_point() or (name == "scales" and tensor.dtype == torch.int8)
         if not is_number or tuple(tensor.shape) != shape:
-            return f"its {name} are {tensor.dtype} {list(tensor.shape)}, which do not belong to its indices"
+            return f"its {name} are {tensor.dtype} {list(tensor.shape)}, which do not match its indices"
         if not bool(tensor.isfinite().all()):
             return f"its {name} contain NaN or infinite values"
     return ""

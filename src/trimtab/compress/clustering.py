@@ -61,18 +61,18 @@ class ClusterSettings:
     def __post_init__(self) -> None:
         """Check the values."""
         if not 1 <= self.bits <= 8:
-            raise RecipeError(f"--bits {self.bits} is not possible", "--bits 1 to --bits 8")
+            raise RecipeError(f"--bits {self.bits} is not valid", "use 1 to 8")
         if self.per not in PER:
-            raise RecipeError(f"--per {self.per} is not known", f"one of {', '.join(PER)}")
+            raise RecipeError(f"--per {self.per} is not valid", f"use one of {', '.join(PER)}")
         if self.importance not in IMPORTANCE:
-            raise RecipeError(f"--importance {self.importance} is not known", f"one of {', '.join(IMPORTANCE)}")
+            raise RecipeError(f"--importance {self.importance} is not valid", f"use one of {', '.join(IMPORTANCE)}")
         if self.rows is not None and self.per != "rows":
             what = f"--group-rows {self.rows} has no effect with --per {self.per}"
-            raise RecipeError(what, "--per rows, or no --group-rows")
+            raise RecipeError(what, "--per rows, or remove --group-rows")
         if self.rows is not None and self.rows < 1:
-            raise RecipeError(f"--group-rows {self.rows} is not a group", "--group-rows 1 or more")
+            raise RecipeError(f"--group-rows {self.rows} is not valid", "--group-rows 1 or more")
         if self.scale_block < 0:
-            raise RecipeError(f"--scale-block {self.scale_block} is not a block", "--scale-block 64, or 0 for none")
+            raise RecipeError(f"--scale-block {self.scale_block} is not valid", "--scale-block 64, or 0 for none")
 
     @property
     def needs_calibration(self) -> bool:

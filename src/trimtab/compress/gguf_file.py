@@ -126,7 +126,7 @@ def gguf_tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
             continue
         found = names.get_name(name, try_suffixes=(".weight", ".bias"))
         if found is None:
-            raise ModelError(f"{name} of {type(model).__name__} has no name in GGUF", _CURE)
+            raise ModelError(f"GGUF has no name for {name} of {type(model).__name__}", _CURE)
         values = tensor.detach().float().contiguous()
         if permutes and (num_heads := heads.get(name.split(".")[-2])):
             values = _permuted(values, num_heads)
@@ -181,8 +181,8 @@ def check_gguf(path: Path, model: Any, tokenizer: Any, dtype: str) -> GgufCheck:
     gap = (found - same).abs().max().item()
     if not gap <= limit:
         raise ModelError(
-            f"the GGUF file differs from the model: read back, its logits differ by up to {gap:.3g}, rounding explains "
-            f"{limit:.3g}; nothing was written",
+            f"the GGUF file differs from the model: read back, its logits differ by up to {gap:.3g}, more than "
+            f"rounding explains ({limit:.3g}); nothing was written",
             _CURE,
         )
     return GgufCheck(loaded, num_tensors, (found - own).abs().max().item(), own.abs().max().item())
@@ -206,7 +206,7 @@ def _check_tensors(path: Path, model: Any, dtype: str) -> int:
                 _rounded(written[name], dtype),
             )
         ):
-            raise ModelError(f"{name} of the GGUF file is not what was written", _CURE)
+            raise ModelError(f"{name} in the GGUF file is not what was written", _CURE)
     return len(written)
 
 
@@ -234,7 +234,7 @@ def _weights_read_back(model: Any, loaded: Any, dtype: str) -> dict[str, torch.T
     for name, tensor in own.items():
         # rounding is by rows, so it does not matter that the file has them in another order
         if name not in state or not torch.equal(state[name], _rounded(tensor.float().contiguous(), dtype)):
-            raise ModelError(f"{name} has other values after the GGUF file is read back; nothing was written", _CURE)
+            raise ModelError(f"{name} has different values when the GGUF file is read back; nothing was written", _CURE)
     return {name: state[name] for name in own}
 
 
@@ -242,7 +242,7 @@ def _refuse_others(model: Any) -> None:
     config = model.config
     if config.model_type not in _ARCHITECTURES or not type(model).__name__.endswith("ForCausalLM"):
         known = ", ".join(_ARCHITECTURES)
-        raise ModelError(f"{type(model).__name__} cannot be written as GGUF (known: causal {known})", _CURE)
+        raise ModelError(f"{type(model).__name__} cannot be written as GGUF (supported: causal {known})", _CURE)
     check_rope(config, _ARCHITECTURES[config.model_type][0], _CURE)
     window = getattr(config, "sliding_window", None)
     if config.model_type == "mistral" and window is not None and window < config.max_position_embeddings:

@@ -63,7 +63,7 @@ def check_tokens(tokenizer: Any, read_back: Any) -> None:
         other = read_back(text, add_special_tokens=False)["input_ids"]
         if own != other:
             raise ModelError(
-                f"the tokenizer does not survive GGUF: {text!r} becomes {own[:12]}…, read back {other[:12]}…; nothing "
+                f"the tokenizer changes in GGUF: {text!r} becomes {own[:12]}…, read back {other[:12]}…; nothing "
                 "was written",
                 _CURE,
             )
@@ -75,7 +75,7 @@ def _content_of(tokenizer: Any) -> dict[str, Any]:
     kind = content.get("model", {}).get("type")
     if kind != "BPE":
         found = kind or type(tokenizer).__name__
-        raise ModelError(f"a tokenizer of type {found} cannot be written as GGUF (known: BPE)", _CURE)
+        raise ModelError(f"a tokenizer of type {found} cannot be written as GGUF (supported: BPE)", _CURE)
     return content
 
 
@@ -105,7 +105,7 @@ def _split_name(content: Mapping[str, Any]) -> str:
     for name in ("llama-bpe", "qwen2", "tekken", "gpt-4o"):
         if len(parts) == 2 and patterns == [known[name]]:
             return name
-    raise ModelError("the way this tokenizer splits text into words has no name in GGUF", _CURE)
+    raise ModelError("GGUF has no name for the way this tokenizer splits text into words", _CURE)
 
 
 def _known_splits() -> Mapping[str, str]:

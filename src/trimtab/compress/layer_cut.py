@@ -37,7 +37,7 @@ def choose_layers(num_layers: int, asked: str | int | Sequence[int]) -> list[int
     """
     if not isinstance(asked, str | int):
         if max(asked) >= num_layers:
-            cure = f"name layers from 0 to {num_layers - 1}"
+            cure = f"choose layers from 0 to {num_layers - 1}"
             raise RecipeError(f"distill.student: layer {max(asked)} does not exist: there are {num_layers}", cure)
         return list(asked)
     num_kept = max(1, num_layers // 2) if isinstance(asked, str) else asked
@@ -122,11 +122,11 @@ def _check(model: Any) -> None:
     wanted, found = ({name for name, _ in each.named_parameters()} for each in (described, model))
     if wanted != found:
         odd = sorted(wanted ^ found)[0]
-        raise _cannot_cut(model, f"its config does not describe what is left without these layers ({odd})")
+        raise _cannot_cut(model, f"its config cannot describe the model without these layers ({odd})")
 
 
 def _cannot_cut(model: Any, why: str) -> ModelError:
     return ModelError(
         f"{type(model).__name__} cannot be cut: {why}",
-        "keep the first layer too, or name a smaller model as `model` and leave distill.student out",
+        "keep the first layer too, or set `model` to a smaller model and remove distill.student",
     )

@@ -80,7 +80,7 @@ def train_palettes(
     try:
         result = trainer.fit()
     except LossNotFinite as error:
-        raise LossNotFinite("training palettes gave values that are not finite; leave --train-steps out") from error
+        raise LossNotFinite("training the palettes gave non-finite values; remove --train-steps") from error
     finally:
         shown.close()
     if result.interruption:

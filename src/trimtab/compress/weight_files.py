@@ -47,8 +47,8 @@ def stored_tensors(files: Sequence[Path], skeleton: nn.Module) -> Iterator[tuple
                 if tensor.shape != expected[name]:
                     found, wanted = list(tensor.shape), list(expected[name])
                     raise ModelError(
-                        f"{path}: {name} is {found} in the file but {wanted} by config.json",
-                        "the files do not belong together: download or save them again",
+                        f"{path}: {name} is {found} in the file but {wanted} in config.json",
+                        "the files do not match each other: download or save them again",
                     )
                 yield name, tensor
 

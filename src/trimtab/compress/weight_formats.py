@@ -55,7 +55,7 @@ class WeightFormat(ABC):
         self.check_device(device)
         if self.needs_bf16 and dtype is not torch.bfloat16:
             raise ModelError(
-                f"{self.name} multiplies in bf16, and the other weights would be {str(dtype).removeprefix('torch.')}",
+                f"{self.name} multiplies in bf16, but the other weights would be {str(dtype).removeprefix('torch.')}",
                 "--dtype bf16",
             )
 
@@ -68,8 +68,8 @@ class WeightFormat(ABC):
             wanted = ".".join(map(str, self.capability))
             instead = "nf4" if self.name == "int4" else "fp8"
             raise ModelError(
-                f"{self.name} has kernels for CUDA devices of capability {wanted} or more, not for {device}",
-                f"--device cuda on a machine with one; or the format {instead}, which works on every device",
+                f"{self.name} needs a CUDA device of compute capability {wanted} or higher, not {device}",
+                f"use --device cuda on a machine with one, or the format {instead}, which works on every device",
             )
 
     @abstractmethod
@@ -259,18 +259,18 @@ def check_stored_formats(source: str, settings: Any, device: torch.device) -> No
         MissingDependency: If a package is not installed.
         ModelError: If the settings are not those of a format that is known, or the device has no kernels for it.
     """
-    again = "name the original model, and quantize it: trimtab quantize"
+    again = "quantize the original model: trimtab quantize"
     method = settings.get("quant_method") if isinstance(settings, Mapping) else None
     if method not in _METHODS:
         known = ", ".join(_METHODS)
-        raise ModelError(f"{source}: quantization_config has the quant_method {method!r}, known are {known}", again)
+        raise ModelError(f"{source}: quantization_config has the quant_method {method!r}; supported: {known}", again)
     require_extra(_METHODS[method], source)
     if method == "bitsandbytes":
         _require_accelerate(source)
         return
     kinds = set(_types_in(settings.get("quant_type")))
     if not kinds:
-        raise ModelError(f"{source}: quantization_config names no format of torchao", again)
+        raise ModelError(f"{source}: quantization_config contains no torchao format", again)
     for name in sorted(_TYPES[kind] for kind in kinds & set(_TYPES)):
         FORMATS[name].check_device(device)
     if "Int8DynamicActivationInt8WeightConfig" in kinds and _overflows(settings, device):
@@ -297,7 +297,7 @@ def _types_in(settings: Any) -> Iterator[str]:
 
 def _require_accelerate(asked: str) -> None:
     if not has_package("accelerate"):
-        raise MissingDependency(f"{asked}: transformers loads it with accelerate only", "pip install accelerate")
+        raise MissingDependency(f"{asked}: transformers needs accelerate to load it", "pip install accelerate")
 
 
 def _empty_like(module: torch.nn.Linear, kind: Any, **settings: Any) -> Any:

@@ -88,7 +88,7 @@ def _records(lines: _Lines, name: str, bad: BadRows, delimiter: str, spaced: boo
         except StopIteration:
             return
         except csv.Error as error:
-            bad.add(f"{name}, line {start + 1}", f"invalid quotes ({error})", 'double a quote inside quotes: ""')
+            bad.add(f"{name}, line {start + 1}", f"invalid quotes ({error})", 'write a quote inside quotes twice: ""')
             lines.position = start + 1  # an unclosed quote must not swallow the valid lines after it
             continue
         if fields:

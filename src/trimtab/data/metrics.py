@@ -155,7 +155,7 @@ class Metrics:
                 accumulator.add(hits, weight)
             else:
                 raise LossError(
-                    f"not all of {', '.join(self.names)} can be computed without logits, and this loss returns none",
+                    f"not all of {', '.join(self.names)} can be computed without logits, but this loss returns none",
                     "set memory.loss: plain, or use only loss and perplexity",
                 )
 

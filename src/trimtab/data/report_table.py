@@ -133,7 +133,7 @@ def _shared(report: DataReport) -> list[RenderableType]:
     lines: list[RenderableType] = [
         Text(
             f"{report.num_shared_texts} texts are in both train and eval ({report.num_shared_eval_rows} eval rows): "
-            "the metrics on them are too good",
+            "metrics on them are too optimistic",
             style=_WARNING,
         )
     ]

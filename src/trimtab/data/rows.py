@@ -113,7 +113,7 @@ def concatenate(parts: Sequence[Rows], origin: str) -> Rows:
         if set(part.columns) != set(columns):
             raise DataError(
                 f"{part.origin} has the columns {', '.join(part.names)}, but {first.origin} has {', '.join(columns)}",
-                "name files with the same columns, for example with a pattern such as data/reviews-*.csv",
+                "choose files with the same columns, for example with a pattern such as data/reviews-*.csv",
             )
         locations = part.all_locations
         which.extend(index + len(names) for index in locations.which)

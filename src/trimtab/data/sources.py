@@ -196,7 +196,7 @@ def _require_one_split(folder: Path, files: list[Path]) -> None:
         names = ", ".join(str(file.relative_to(folder)) for file in splits.values())
         example = splits.get("train", next(iter(splits.values())))
         raise DataError(
-            f"{folder} has files of several splits: {names}", f"name those of one split, for example {example}"
+            f"{folder} has files of several splits: {names}", f"choose those of one split, for example {example}"
         )
 
 
@@ -204,7 +204,7 @@ def _require_one_format(paths: Sequence[Path], origin: str) -> set[str | None]:
     by_format = {file_format(path): path for path in paths}
     if len(by_format) > 1:
         names = ", ".join(sorted(path.name for path in by_format.values()))
-        raise DataError(f"{origin} has files of several formats: {names}", "name files of one format: folder/*.csv")
+        raise DataError(f"{origin} has files of several formats: {names}", "choose files of one format: folder/*.csv")
     return set(by_format)
 
 
@@ -236,7 +236,7 @@ def _similar_names(path: Path) -> str:
     stems = difflib.get_close_matches(path.stem.lower(), names, n=3, cutoff=0.75)
     near = [name for stem in stems for name in names[stem]][:3]
     hint = f"did you mean {' or '.join(near)}?" if near else "check the path;"
-    return f"{hint} files are searched in {path.parent.resolve()}"
+    return f"{hint} relative paths start in {path.parent.resolve()}"
 
 
 def _are_files(source: Any) -> bool:

@@ -29,7 +29,7 @@ def require_same(world: World, what: str, facts: Mapping[str, Any], cure: str = 
         values = [repr(facts.get(name)) for facts in facts_by_rank]
         majority = Counter(values).most_common(1)[0][0]
         problems += [
-            f"rank {rank} has {name} {value}, others {majority}"
+            f"rank {rank} has {name} {value}, the others have {majority}"
             for rank, value in enumerate(values)
             if value != majority
         ]

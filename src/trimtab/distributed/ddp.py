@@ -184,7 +184,7 @@ class DataParallel(DistributedDataParallel):
         if not self._awaits_backward:
             if self._was_shared and not self._num_forwards and self._has_part_in(loss, models):
                 raise LossError(
-                    "a second backward after several forwards: several processes average gradients only once",
+                    "backward was called again after several forwards, but processes average gradients only once",
                     "add the losses and call backward once, or call each backward right after its forward",
                 )
             return

@@ -217,10 +217,10 @@ def _first_node(given: Mapping[str, str]) -> str:
 
 
 def _read_rendezvous(given: Mapping[str, str]) -> tuple[str, int]:
-    for name, example in (("MASTER_ADDR", "the name of the host of rank 0"), ("MASTER_PORT", "a free port of it")):
+    for name, example in (("MASTER_ADDR", "the name of the host of rank 0"), ("MASTER_PORT", "a free port on it")):
         if name not in given:
             raise RecipeError(f"WORLD_SIZE={given['WORLD_SIZE']} is set, but {name} is not", f"set {name} to {example}")
-    cure = f"set MASTER_PORT to a free port of the host of rank 0, 1024 to {_LAST_PORT}"
+    cure = f"set MASTER_PORT to a free port on the host of rank 0, 1024 to {_LAST_PORT}"
     return given["MASTER_ADDR"], _number(given, "MASTER_PORT", cure, low=1, high=_LAST_PORT)
 
 
@@ -234,5 +234,5 @@ def _number(
         return default
     if not re.fullmatch(r"[0-9]{1,18}", given[name]) or not low <= int(given[name]) <= high:
         upper = f" to {high}" if high < 2**62 else " or more"
-        raise RecipeError(f"{name}={given[name]!r} is not a whole number, {low}{upper}", cure)
+        raise RecipeError(f"{name}={given[name]!r} is not a whole number of {low}{upper}", cure)
     return int(given[name])

@@ -17,15 +17,15 @@ from trimtab.engine.prepared_loader import ActiveLoaders, PreparedLoader
 from trimtab.engine.prepared_parts import PreparedParts
 
 UNSUPPORTED = {
-    "register_save_state_pre_hook": "engine.register_for_checkpointing(an object with state_dict and load_state_dict)",
-    "register_load_state_pre_hook": "engine.register_for_checkpointing(an object with state_dict and load_state_dict)",
-    "lomo_backward": "engine.backward(loss), with an optimizer of trimtab.optim.build",
+    "register_save_state_pre_hook": "engine.register_for_checkpointing(OBJECT), with state_dict and load_state_dict",
+    "register_load_state_pre_hook": "engine.register_for_checkpointing(OBJECT), with state_dict and load_state_dict",
+    "lomo_backward": "use engine.backward(loss), with an optimizer from trimtab.optim.build",
     "maybe_context_parallel": "leave it out: a sequence is computed by one process",
     "deepspeed_ulysses_dl_adapter": "leave it out: a sequence is computed by one process",
     "torch_device_mesh": "leave it out: processes are data parallel only",
-    "project_configuration": "engine.project_dir",
-    "fp8_backend": 'mixed_precision="bf16"',
-    "save_iteration": "give save_state a folder: engine.save_state(f'checkpoints/{step}')",
+    "project_configuration": "use engine.project_dir",
+    "fp8_backend": 'use mixed_precision="bf16"',
+    "save_iteration": "pass a folder to save_state: engine.save_state(f'checkpoints/{step}')",
 }
 
 

@@ -82,7 +82,7 @@ class Accumulation:
     @num_steps.setter
     def num_steps(self, value: int) -> None:
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise RecipeError(f"gradient_accumulation_steps={value!r} is not valid", "use an integer from 1 up")
+            raise RecipeError(f"gradient_accumulation_steps={value!r} is not valid", "use an integer of at least 1")
         self._num_steps = value
 
     def open_micro_batch(self, num_remaining: int | None, is_last: bool, row_share: float = 1.0) -> None:

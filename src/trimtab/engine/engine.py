@@ -344,7 +344,7 @@ class Engine(AccelerateInterface, ProcessInterface):
             last = self._gradients.last_norm
             return torch.zeros((), device=self.device) if last is None else last
         if not max_norm > 0:  # a negative max_norm would reverse every gradient
-            raise RecipeError(f"clip_grad_norm_: found max_norm={max_norm}", "a number above 0, such as 1.0")
+            raise RecipeError(f"clip_grad_norm_: found max_norm={max_norm}", "use a number above 0, such as 1.0")
         self._gradients.last_norm = norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
         return norm
 

@@ -76,14 +76,14 @@ class ForwardBackward:
         num_processes = self._prepared.world.num_processes
         if num_processes > 1:
             raise PrepareError(
-                f"cuda_graphs=True works with one process, and {num_processes} train together: a graph cannot contain "
+                f"cuda_graphs=True works with one process only, not with {num_processes}: a graph cannot contain "
                 "the exchange of gradients",
-                "Engine(compile_blocks=True) instead of cuda_graphs=True",
+                "use Engine(compile_blocks=True) instead",
             )
         if not self.captures:
             log_info_once(
                 f"cuda_graphs: nothing is captured on {self._prepared.device}, which is not an NVIDIA GPU; "
-                "forward_backward computes the same without"
+                "forward_backward computes the same results without graphs"
             )
 
     def __call__(self, engine: Any, model: torch.nn.Module, batch: Any, loss: LossFunction | None) -> torch.Tensor:
@@ -173,7 +173,7 @@ class _CapturedModel:
 def _loss_of_model(model: Any, batch: Any) -> Any:
     if not isinstance(batch, Mapping):
         raise LossError(
-            f"the batch is a {type(batch).__name__}, and without a loss function its loss is model(**batch).loss",
+            f"the batch is a {type(batch).__name__}; without a loss function it must be a dict for model(**batch)",
             "engine.forward_backward(model, batch, loss=lambda model, batch: …)",
         )
     outputs = model(**batch)
@@ -312,12 +312,12 @@ class _Same:
 def _report_limits(captured: CapturedMicroBatches) -> None:
     if captured.is_full:
         log_info_once(
-            f"cuda_graphs: {MOST_GRAPHS} sizes of micro-batches are captured, the most; others compute without a "
-            "graph. Pad batches to few sizes, such as with pad_to_multiple_of=64"
+            f"cuda_graphs: {MOST_GRAPHS} micro-batch sizes are captured, the maximum; other sizes run without a "
+            "graph. Pad batches to few sizes, for example with pad_to_multiple_of=64"
         )
     elif captured.num_sizes >= _MANY_SIZES and not captured.num_graphs:
         log_info_once(
             f"cuda_graphs: nothing is captured yet, because the first {_MANY_SIZES} micro-batches differed in size, "
-            "in values besides tensors, or in values that their loss function closes over; put what changes into "
-            "tensors of the batch, and pad to few sizes"
+            "in values other than tensors, or in values that the loss function closes over; put changing values into "
+            "tensors of the batch, and pad batches to few sizes"
         )

@@ -74,11 +74,12 @@ def _log_batch_size(batch_size: int, num_processes: int, rules: LoaderRules) -> 
     share = f"{each} or {each + 1}" if is_uneven else str(each)
     if rules.splits:
         log_info_once(
-            f"batch of {batch_size} shared by {num_processes} processes, {share} each; a schedule steps once for each "
-            f"optimizer step; split_batches=False for {batch_size} each and {num_processes} steps, as Accelerate counts"
+            f"batches of {batch_size} are divided among {num_processes} processes, {share} rows each; schedulers "
+            f"step once per optimizer step (split_batches=False: {batch_size} rows each, {num_processes} steps, as in "
+            "Accelerate)"
         )
     else:
         log_info_once(
-            f"batch of {batch_size} for each of {num_processes} processes; a schedule steps {num_processes} times for "
-            f"each optimizer step, as Accelerate counts; split_batches=True for {share} each and one step"
+            f"batches of {batch_size} on each of {num_processes} processes; schedulers step {num_processes} times per "
+            f"optimizer step, as in Accelerate (split_batches=True: {share} rows each, one step)"
         )

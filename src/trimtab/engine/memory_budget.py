@@ -48,7 +48,9 @@ def planner_for(
     """
     if planner is not None:
         if budget is not None or allow:
-            raise RecipeError("memory_planner was given with memory_budget or memory_allow", "leave these two out")
+            raise RecipeError(
+                "memory_planner was passed together with memory_budget or memory_allow", "remove the latter"
+            )
         return planner
     if budget is not None:
         # The planner is built on the engine, so a module-level import would create a cycle. This is the only import in

@@ -455,13 +455,13 @@ class PreparedLoader:
         num_generators, num_saved = len(self._random.generators), len(state["generators"])
         if num_generators != num_saved:
             raise CheckpointError(
-                f"the loader has {num_generators} generators, the saved one {num_saved}: it was another loader, or one "
-                "that another number of processes has shared",
-                "prepare the same objects in the same order; for another number of processes make the loader with "
-                "DataLoader(…, generator=torch.Generator()), or with use_seedable_sampler=True, before it is saved",
+                f"the loader has {num_generators} generators, the saved one {num_saved}: it was a different loader, or "
+                "shared by a different number of processes",
+                "prepare the same objects in the same order; for a different number of processes, create the loader "
+                "with DataLoader(…, generator=torch.Generator()), or with use_seedable_sampler=True, before saving",
             )
         if self._position_owner() is None and "source" in state.get("last_read", {}):
-            raise ValueError("the saved dataset had saved its own position; this one, or one with workers, does not")
+            raise ValueError("the saved dataset stored its own position; this one, or one with workers, does not")
         state = _with_group_size(state, self._sharding.group_size)
         self.epoch, self._resume, self._last_read = state["epoch"], state, state.get("last_read")
         self._random.set_generator_states(state["generators"])
@@ -518,7 +518,7 @@ def _with_group_size(state: dict[str, Any], group_size: int) -> dict[str, Any]:
     num_read = state["num_delivered"] * state.get("group_size", group_size)
     if num_read % group_size:
         raise CheckpointError(
-            f"the state was saved after {num_read} batches of an epoch, which {group_size} processes with whole "
+            f"the state was saved after {num_read} batches of an epoch, which {group_size} processes with full "
             "batches each cannot reach",
             f"load it on a number of processes that divides {num_read}, or use Engine(split_batches=True)",
         )

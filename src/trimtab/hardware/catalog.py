@@ -198,7 +198,7 @@ def find(name: str) -> Device:
         return device
     close = difflib.get_close_matches(_letters(name), _BY_SPELLING, n=12, cutoff=0.6)
     names = dict.fromkeys(_BY_SPELLING[spelling].name for spelling in close) or dict.fromkeys(CATALOG)
-    raise RecipeError(f"no device is known as {name!r}", f"use one of {', '.join(names)}")
+    raise RecipeError(f"unknown device {name!r}", f"use one of {', '.join(names)}")
 
 
 def identify_device(inventory: Inventory) -> Device | None:

@@ -55,7 +55,7 @@ def _commit(folder: Path) -> str:
 
     # an installed copy can be inside another repository that does not track it; that repository's commit would be wrong
     if not git("ls-files", str(folder)):
-        return "not known"
-    return (git("rev-parse", "--short", "HEAD") or "not known") + (
+        return "unknown"
+    return (git("rev-parse", "--short", "HEAD") or "unknown") + (
         " and changes" if git("status", "--porcelain", str(folder)) else ""
     )

@@ -181,7 +181,7 @@ def resolve_budget(budget: str | int | None, device: torch.device) -> int | None
         has = exact_bytes(total // 2**20 * 2**20)
         raise RecipeError(
             f"memory.budget is {format_bytes(wanted)}, but {device} has {format_bytes(total)}",
-            f"memory.budget: auto for the free memory, or at most {has}",
+            f"set memory.budget: auto for the free memory, or at most {has}",
         )
     return wanted
 

@@ -102,7 +102,7 @@ def _load_base_config(folder: Path, base: str, trust_remote_code: bool) -> Any:
         resolve_source(base)
     except UserError as error:
         raise ModelError(
-            f"{folder} is an adapter for {base}, which does not exist any more",
+            f"{folder} is an adapter for {base}, which no longer exists",
             f"restore it, or set base_model_name_or_path in {adapter_config_path(folder)} to its new path",
         ) from error
     try:
@@ -127,7 +127,7 @@ def refuse_unmergeable(folder: str | Path) -> None:
     config = adapter_config_path(folder).read_text(encoding="utf-8", errors="replace")
     if "PROMPT_TUNING" in config or "PREFIX_TUNING" in config:
         raise ModelError(
-            f"{folder} holds virtual tokens, which are prepended to each row and cannot be merged into weights",
+            f"{folder} contains virtual tokens, which are prepended to each row and cannot be merged into weights",
             f"{_UNMERGED}; or train a LoRA adapter to merge it",
         )
 

@@ -112,7 +112,10 @@ class StopTexts:
 def tokenize_prompts(loaded: LoadedModel, prompts: Sequence[Prompt], max_new_tokens: int) -> list[Example]:
     """Tokenize prompts; those that leave no room for new tokens are truncated."""
     if loaded.task_name not in ("causal-lm", "chat", "seq2seq"):
-        raise ModelError(f"this model does not generate text: its task is {loaded.task_name}", "load a model that does")
+        raise ModelError(
+            f"this model does not generate text: its task is {loaded.task_name}",
+            "load a causal-lm, chat or seq2seq model",
+        )
     if max_new_tokens < 1:
         raise RecipeError(f"max_new_tokens is {max_new_tokens}", "use 1 or more")
     limit = max_positions(loaded.model)

@@ -88,7 +88,7 @@ def read_held_out(
 
     Args:
         loaded: The model; its task, tokenizer and labels are those of the rows.
-        data: File, folder, glob or hub name, or rows: a table, or a list of dicts.
+        data: File, folder, glob or Hub name, or rows: a table, or a list of dicts.
         text: Column of the text or prompt, or two for pairs. By default the column of the training rows if the data
             has it, else guessed.
         label: Column of the label, of the text to generate, or of the answer; chosen in the same way.

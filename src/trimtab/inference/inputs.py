@@ -30,7 +30,7 @@ def read_inputs(loaded: LoadedModel, rows: Rows, columns: str | Sequence[str] | 
         problem = f"has no column {missing[0]!r}" if missing else "has no column that is recognized as the text"
         raise DataError(
             f"{rows.origin} {problem}; the columns are {', '.join(rows.names)}",
-            "name the text column: --column NAME (text=NAME in Python)",
+            "set the text column: --column NAME (text=NAME in Python)",
         )
     read = _read_messages if loaded.task_name == "chat" else _read_text
     return [read(loaded, rows, index, names) for index in range(len(rows))]
@@ -51,7 +51,7 @@ def _choose_columns(loaded: LoadedModel, rows: Rows, wanted: str | Sequence[str]
         name = find(rows, TEXT_NAMES)
         names = [] if name is None else [name]
     if names:
-        say(f"{rows.origin}: text from column {' and '.join(names)} (guessed; set --column to change)")
+        say(f"{rows.origin}: text from column {' and '.join(names)} (guessed; set --column to change it)")
     return names
 
 
@@ -66,7 +66,7 @@ def _read_text(loaded: LoadedModel, rows: Rows, index: int, names: list[str]) ->
     limit = 2 if loaded.task_name in ("classify", "regress") else 1
     if len(names) > limit:
         raise DataError(
-            f"a {loaded.task_name} model takes {limit} column(s), not {', '.join(names)}", "name fewer columns"
+            f"a {loaded.task_name} model takes {limit} column(s), not {', '.join(names)}", "pass fewer columns"
         )
     if any(is_missing(rows.columns[name][index]) for name in names):
         return None

@@ -49,7 +49,7 @@ def model_kind(name: str, config: Any, task: str | None = None) -> str:
         if architecture in _classes_in(table):
             return kind
     raise ModelError(
-        f"{name} is a {architecture}, which has no head for a task",
+        f"{name} is a {architecture}, which has no task head",
         f"train one: trimtab train --model {name} --data FILE",
     )
 

@@ -57,19 +57,21 @@ def check_files(source: Path, target: Path, *, overwrite: bool) -> None:
     """Reject an output that cannot be written; cheap enough to call before a model is loaded."""
     kinds = (*_DELIMITERS, *_JSON_LINES, _PARQUET)
     if target.suffix.lower() not in kinds:
-        raise DataError(f"predictions cannot be written to {target}", f"name a file that ends in {', '.join(kinds)}")
+        raise DataError(
+            f"predictions cannot be written to {target}", f"choose a file name that ends in {', '.join(kinds)}"
+        )
     if not target.parent.is_dir():
         raise DataError(f"the folder of {target} does not exist", f"mkdir -p {target.parent}")
     if target.is_dir():
-        raise DataError(f"{target} is a folder", "name a file")
+        raise DataError(f"{target} is a folder", "pass a file name")
     if source.suffix and not source.exists():
         raise DataError(f"{source} cannot be read: No such file or directory", "check the path")
     if not target.exists():
         return
     if source.exists() and target.samefile(source):
-        raise DataError(f"{target} is also the input file", "name another output file")
+        raise DataError(f"{target} is also the input file", "choose another output file")
     if not overwrite:
-        raise DataError(f"{target} exists", "name another output file, or add --overwrite (overwrite=True)")
+        raise DataError(f"{target} exists", "choose another output file, or add --overwrite (overwrite=True)")
 
 
 def predict_rows(
@@ -165,7 +167,7 @@ def _write(target: Path, columns: dict[str, list[Any]]) -> None:
             raise
         raise DataError(
             f"{target} cannot be written: {error.strerror or error}",
-            cure_for_os_error(error, "name another output file"),
+            cure_for_os_error(error, "choose another output file"),
         ) from error
     finally:
         temporary.unlink(missing_ok=True)

@@ -88,7 +88,7 @@ class LoraSpec:
         if not 0 <= self.dropout < 1:
             raise RecipeError(f"adapter.dropout is {self.dropout}", "use a share from 0 up to, but not including, 1")
         if self.init != ZERO and self.init not in _PEFT_INITS:
-            raise RecipeError(f"adapter.init is {self.init!r}", f"one of {', '.join((ZERO, *_PEFT_INITS))}")
+            raise RecipeError(f"adapter.init is {self.init!r}", f"use one of {', '.join((ZERO, *_PEFT_INITS))}")
         if self.experts:
             refuse_settings(self.dropout, self.dora, None if self.init == ZERO else self.init)
 
@@ -272,19 +272,19 @@ def _check_init(model: Any, init: str, ranks: Mapping[str, int]) -> None:
     for name, rank in ranks.items():
         module = model.get_submodule(name)
         if not module.weight.is_floating_point() or not isinstance(module.weight, torch.nn.Parameter):
-            raise RecipeError(f"adapter.init: {init} changes the base, and {name} is quantized", "adapter.init: zero")
+            raise RecipeError(f"adapter.init: {init} changes the base, but {name} is quantized", "adapter.init: zero")
         if init == "olora" and not isinstance(module, torch.nn.Linear):
             raise RecipeError(
                 f"adapter.init: olora cannot be used with {name}, a {type(module).__name__}", "adapter.init: pissa"
             )
         if rank > min(module.weight.shape):
             raise RecipeError(
-                f"adapter.init: {init} needs a rank of at most {min(module.weight.shape)} in {name}, and it is {rank}",
-                "a smaller adapter.rank, or adapter.init: zero",
+                f"adapter.init: {init} needs a rank of at most {min(module.weight.shape)} in {name}, but it is {rank}",
+                "set a smaller adapter.rank, or adapter.init: zero",
             )
         if holders[id(module.weight)] > 1:
             raise RecipeError(
-                f"adapter.init: {init} changes the base, and {name} shares its weight with another module",
+                f"adapter.init: {init} changes the base, but {name} shares its weight with another module",
                 "adapter.init: zero",
             )
 
@@ -373,10 +373,10 @@ def peft_errors_explained(what: Any) -> Iterator[None]:
             yield
     except UnpicklingError as error:
         raise ModelError(
-            f"{what}: its weights are a pickle that holds more than tensors, and loading it could execute any code",
-            f"get the adapter with {WEIGHTS_FILE} in it",
+            f"{what}: its weights are a pickle with more than tensors, and loading it could execute any code",
+            f"get a version of the adapter with {WEIGHTS_FILE}",
         ) from error
     except (SafetensorError, EOFError) as error:
         raise ModelError(f"the weights in {what} cannot be read: {error}", "download or save them again") from error
     except (ValueError, TypeError, KeyError, RuntimeError, OSError) as error:
-        raise ModelError(f"PEFT cannot use {what}: {error}", "fix the value that the message names") from error
+        raise ModelError(f"PEFT cannot use {what}: {error}", "fix the value named in the message") from error

@@ -49,7 +49,8 @@ def resolve_patterns(config: Any, model: torch.nn.Module, place: str | Path) -> 
     for pattern in [layers] if isinstance(layers, str) else layers:
         if not _PLAIN.fullmatch(pattern):
             raise ModelError(
-                f"{place}: layers_pattern is the regular expression {_shown(pattern)}", 'name the layers: "layers"'
+                f"{place}: layers_pattern is the regular expression {_shown(pattern)}",
+                'write the name of the layers: "layers"',
             )
     return plain
 

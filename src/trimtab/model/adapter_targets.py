@@ -73,7 +73,7 @@ def select_targets(
             some = [name for name, _ in model.named_modules() if name and name.count(".") < 2][:12]
             raise RecipeError(
                 f"adapter.targets: all-linear finds no linear module in {type(model).__name__}",
-                f"name modules: {', '.join(some)}",
+                f"choose modules: {', '.join(some)}",
             )
         _report_left_out(model, base, [*chosen, *kept], experts)
     else:
@@ -118,8 +118,8 @@ def select_full_modules(model: Any, patterns: Sequence[str]) -> list[str]:
         own = {f"{name}.{inner}".removeprefix(".") for inner, _ in model.get_submodule(name).named_parameters()}
         if not own <= new:
             raise RecipeError(
-                f"{sorted(new & own)[0]} is newly initialized and has to be trained, but the rest of "
-                f"{name or 'the model'} is not, and an adapter can contain whole modules only",
+                f"{sorted(new & own)[0]} is newly initialized and must be trained, but the rest of "
+                f"{name or 'the model'} is not, and an adapter can only contain whole modules",
                 f"train the whole module: adapter.trains: [{name}]" if name else "train without an adapter",
             )
     kept = _outermost([*from_patterns, *_widest_new_modules(model, holders, new)])
@@ -150,7 +150,7 @@ def select_scaled_modules(
     if kind not in KNOWN_TARGETS:
         raise RecipeError(
             f"adapter.targets: PEFT does not know which modules of {kind} models IA3 scales",
-            "name the keys, the values and the second layer of the MLP, such as [k_proj, v_proj, down_proj]",
+            "list the keys, the values and the second layer of the MLP, such as [k_proj, v_proj, down_proj]",
         )
     linear = select_targets(model, ALL_LINEAR, layers, kept)
     return {name: module for name, module in linear.items() if _ends_with(name, KNOWN_TARGETS[kind])}
@@ -170,9 +170,9 @@ def _report_direct_reads(names: Sequence[str], read: Mapping[str, str]) -> None:
     """Log which linear modules get no adapter because something else computes with their weights."""
     if names:
         last = sorted({name.rpartition(".")[2] for name in names})
-        readers = sorted({read[name] for name in names if name in read}) or ["kernels of Mamba"]
-        why = f"{', '.join(readers)} may read the weight directly, past an adapter"
-        say(f"adapter: {', '.join(last)} gets none: {why}")
+        readers = sorted({read[name] for name in names if name in read}) or ["Mamba kernels"]
+        why = f"{', '.join(readers)} may read the weight directly and bypass an adapter"
+        say(f"no adapter on {', '.join(last)}: {why}")
 
 
 def _adaptable(
@@ -243,7 +243,7 @@ def _linear_of(model: Any, pattern: str, linear: Mapping[str, torch.nn.Module], 
     if _inside(name, kept):
         raise RecipeError(
             f"adapter.targets: {pattern!r} matches {name}, which is trained in full",
-            "name it either in adapter.targets or in adapter.trains",
+            "list it either in adapter.targets or in adapter.trains",
         )
     if module is model.get_output_embeddings():
         raise RecipeError(
@@ -252,7 +252,7 @@ def _linear_of(model: Any, pattern: str, linear: Mapping[str, torch.nn.Module], 
         )
     raise RecipeError(
         f"adapter.targets: {pattern!r} matches {name}, a {type(module).__name__} without linear modules",
-        "name linear modules, or all-linear",
+        "choose linear modules, or all-linear",
     )
 
 
@@ -262,7 +262,7 @@ def _in_layers(model: Any, chosen: Mapping[str, Value], layers: tuple[int, int])
     if not 0 <= first <= last < len(blocks):
         raise RecipeError(
             f"adapter.layers: {list(layers)} is not a range of the {len(blocks)} layers of {type(model).__name__}",
-            f"give the first and the last, for example [0, {len(blocks) - 1}]; negative ones count from the end",
+            f"set the first and the last, for example [0, {len(blocks) - 1}]; negative ones count from the end",
         )
     within = {name: module for name, module in chosen.items() if _inside(name, blocks[first : last + 1])}
     if not within:

@@ -260,11 +260,11 @@ def load_adapter(model: torch.nn.Module, folder: str | os.PathLike[str], trainab
     if is_side_network(place):
         return _load_side(model, place, trainable)
     if not (place / PEFT_CONFIG).is_file():
-        raise ModelError(f"{place} holds no adapter: it has no {PEFT_CONFIG}", "name the folder of an adapter")
+        raise ModelError(f"{place} contains no adapter: it has no {PEFT_CONFIG}", "pass the folder of an adapter")
     with peft_errors_explained(place):
         config = PeftConfig.from_pretrained(str(place))
         if config.peft_type not in (PeftType.LORA, PeftType.IA3, *_VIRTUAL):
-            raise ModelError(f"{place} holds a {config.peft_type} adapter", "use LoRA, IA3, prompt or prefix tuning")
+            raise ModelError(f"{place} contains a {config.peft_type} adapter", "use LoRA, IA3, prompt or prefix tuning")
         weights = load_peft_weights(str(place), device="cpu")
     if config.peft_type in _VIRTUAL:
         return _load_virtual(model, config, weights, place, trainable)
@@ -289,7 +289,9 @@ def _load_virtual(
         own = prefix_config(model, config.num_virtual_tokens, (None, None))
         shape = (config.num_virtual_tokens, own.num_layers * 2 * own.token_dim)
     if set(weights) != {IN_FILE} or tuple(weights[IN_FILE].shape) != shape:
-        raise ModelError(f"{place} does not hold {shape[0]} virtual tokens of width {shape[1]}", "load its base model")
+        raise ModelError(
+            f"{place} does not contain {shape[0]} virtual tokens of width {shape[1]}", "load its base model"
+        )
     (check_prefix if config.peft_type == _PREFIX_TUNING else check_prompt)(model, [])
     adapter = _attach_virtual(model, config)
     model.get_submodule(VIRTUAL_MODULE).weight.data = weights[IN_FILE].float()
@@ -335,7 +337,9 @@ def _inject(
     }
     if targets is not None and (adapted := adapted_names(layers)) != set(targets):
         odd = sorted(adapted ^ set(targets))
-        raise RecipeError(f"adapter.targets: PEFT cannot distinguish {odd[0]} from other modules", "name other modules")
+        raise RecipeError(
+            f"adapter.targets: PEFT cannot distinguish {odd[0]} from other modules", "choose other modules"
+        )
     for layer in layers.values():
         layer.train(layer.get_base_layer().training)  # new modules are in training mode
         if isinstance(layer, LoraLayer):

@@ -231,7 +231,7 @@ class CapturedMicroBatches:
             return graph
         self.forget()
         release_cached_memory(engine.device)
-        say(f"the step could not be captured in a CUDA graph, and the run continues without: {self.failure}")
+        say(f"the step could not be captured in a CUDA graph, and the run continues without graphs: {self.failure}")
         return None
 
     def _forget_if_changed(self, model: torch.nn.Module) -> None:

@@ -385,4 +385,4 @@ def require_liger() -> None:
     """Raise an error if liger-kernel or a GPU for it is missing."""
     require_extra("liger_kernel", "memory.loss: liger")
     if not torch.cuda.is_available():
-        raise RecipeError("memory.loss: liger needs an NVIDIA GPU, and none was found", "memory.loss: chunked, or auto")
+        raise RecipeError("memory.loss: liger needs an NVIDIA GPU, but none was found", "memory.loss: chunked, or auto")

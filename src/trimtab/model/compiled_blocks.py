@@ -52,7 +52,7 @@ class CompiledBlocks:
         if _is_capturing():  # the compiler waits for the device, which is forbidden while a CUDA graph is captured
             return own(*args, **kwargs)
         if not self._known:
-            say("compiling blocks; what is not cached takes up to a minute")
+            say("compiling blocks; this takes up to a minute if they are not cached")
         with _compiling():
             result = self._attempt(self._function_of(inputs), own, args, kwargs)
         self._known.add(size)
@@ -75,7 +75,7 @@ class CompiledBlocks:
             failure = summarize_error(getattr(error, "inner_exception", error))
         result = own(*args, **kwargs)  # raises the error again if it is not the compiler's
         self.failure = failure
-        say(f"blocks could not be compiled, and the run continues without it: {self.failure}")
+        say(f"blocks could not be compiled, and the run continues without compilation: {self.failure}")
         return result
 
     def state_dict(self) -> dict[str, Any]:

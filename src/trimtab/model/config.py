@@ -123,7 +123,7 @@ def build_config(settings: dict[str, Any], tokenizer: Any, key: str) -> Any:
         return config_class(**settings)
     except Exception as error:  # config classes raise many types, always about a value
         problem = str(error).strip().splitlines()[-1].strip()
-        raise RecipeError(f"{key} is not valid: {problem}", "fix the value that the message names") from error
+        raise RecipeError(f"{key} is not valid: {problem}", "fix the value named in the message") from error
 
 
 def _decoded(value: Any) -> Any:

@@ -209,7 +209,7 @@ def _with_others(log_p: torch.Tensor, chosen: torch.Tensor, tokens: torch.Tensor
 
 def _binary_divergence(ours_BK: torch.Tensor, theirs_BK: torch.Tensor) -> torch.Tensor:
     if ours_BK.shape != theirs_BK.shape:
-        raise LossError("the teacher has other labels than the student", "choose a teacher with the same labels")
+        raise LossError("the teacher has different labels from the student", "choose a teacher with the same labels")
     p = theirs_BK.sigmoid()
     yes = functional.logsigmoid(theirs_BK) - functional.logsigmoid(ours_BK)
     no = functional.logsigmoid(-theirs_BK) - functional.logsigmoid(-ours_BK)

@@ -120,7 +120,7 @@ class Freezing:
         if base is self._model:
             raise RecipeError(
                 f'train.freeze: "base": {type(self._model).__name__} has no head separate from its base',
-                f"name modules instead: {self._module_names()}",
+                f"list modules instead: {self._module_names()}",
             )
         new = newly_initialized(self._model)
         names = {id(p): name for name, p in self._model.named_parameters()}

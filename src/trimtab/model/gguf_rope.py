@@ -42,7 +42,7 @@ def check_rope(config: Any, architecture: str, cure: str) -> None:
     if kind not in ("default", "linear", "yarn", "llama3"):
         problem = f"rotary embeddings of type {kind!r} cannot be stored in GGUF for {architecture}"
     elif kind == "llama3" and architecture != "llama":
-        problem = f"rotary embeddings of type 'llama3' are read by llama.cpp for llama alone, not for {architecture}"
+        problem = f"rotary embeddings of type 'llama3' are read by llama.cpp only for llama, not for {architecture}"
     elif kind == "yarn" and _betas(rope) != _YARN_BETAS:
         found = " and ".join(f"{beta:g}" for beta in _betas(rope))
         problem = f"yarn has beta_fast and beta_slow {found}; llama.cpp computes {architecture} with 32 and 1"

@@ -49,18 +49,18 @@ def resolve_source(text: str, *, adapters: bool = False) -> str:
     if text.startswith(_ON_A_SERVER):  # recipes, trimtab.load and the command line have already downloaded these
         raise ModelError(f"{text!r} is on a tracking server", f"download it: trimtab pull {text} DIR")
     if not text.strip():
-        raise ModelError("no model is named", "name a folder that holds config.json, or a name on the hub")
+        raise ModelError("no model was given", "pass a folder that contains config.json, or a Hub name")
     path = Path(text).expanduser()
     if path.suffix == ".gguf":
         if not path.is_file():
-            raise ModelError(f"there is no file {path}", "name an existing .gguf file")
+            raise ModelError(f"there is no file {path}", "pass an existing .gguf file")
         return str(path)
     if path.is_dir():
         return str(_model_folder(path, adapters))
     if path.is_file():
-        raise ModelError(f"{path} is a file, not a model", "name the folder that holds config.json, or a .gguf file")
+        raise ModelError(f"{path} is a file, not a model", "pass the folder that contains config.json, or a .gguf file")
     if text.startswith((".", "/", "~")) or text.count("/") > 1:
-        cure = _similar_folder(text) + "name a folder that holds config.json, or a name on the hub"
+        cure = _similar_folder(text) + "pass a folder that contains config.json, or a Hub name"
         raise ModelError(f"there is no folder {text!r}", cure)
     return text
 
@@ -73,7 +73,7 @@ def _similar_folder(text: str) -> str:
     except OSError:  # there is no such folder, or it cannot be read
         return ""
     near = get_close_matches(path.name, names, n=1, cutoff=0.75)
-    return f"did you mean the folder {path.parent / near[0]}? else " if near else ""
+    return f"did you mean the folder {path.parent / near[0]}? If not, " if near else ""
 
 
 def is_adapter(folder: str | Path) -> bool:
@@ -101,7 +101,7 @@ def _model_folder(folder: Path, adapters: bool) -> Path:
             if not adapters:
                 merge = f"merge it first: trimtab merge {folder} DIR"
                 cure = "train its base again, or merge a LoRA adapter" if is_side_network(place) else merge
-                raise ModelError(f"{place} holds an adapter only", cure)
+                raise ModelError(f"{place} contains only an adapter", cure)
             return place
         if (place / "config.json").is_file():
             return place
@@ -112,8 +112,8 @@ def _model_folder(folder: Path, adapters: bool) -> Path:
         raise ModelError(f"the run {folder} has no best model yet", cure)
     inside = sorted(path.parent.name for path in folder.glob("*/config.json"))
     names = sorted(path.name for path in folder.iterdir())
-    found = f"it holds {', '.join(names[:4])}" if names else "it is empty"
-    cure = f"name {folder / inside[0]}" if inside else "name a folder that save_pretrained or trimtab wrote"
+    found = f"it contains {', '.join(names[:4])}" if names else "it is empty"
+    cure = f"pass {folder / inside[0]}" if inside else "pass a folder that save_pretrained or trimtab wrote"
     raise ModelError(f"{folder} is not a model: it has no config.json ({found})", cure)
 
 
@@ -160,7 +160,7 @@ def _without_bar(factory: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def explained(
-    source: str, error: Exception, what: str = "", cure: str = "check its files, or name another model"
+    source: str, error: Exception, what: str = "", cure: str = "check its files, or choose another model"
 ) -> UserError:
     """Turn an exception of transformers into an error with a cure.
 
@@ -181,14 +181,14 @@ def explained(
         )
     if "RepositoryNotFoundError" in kinds:
         return ModelError(
-            f"the hub has no model {source!r}, or it is private",
+            f"the Hub has no model {source!r}, or it is private",
             "check the spelling; for a private model run: hf auth login",
         )
     unreachable = {"LocalEntryNotFoundError", "OfflineModeIsEnabled", "ConnectError", "ConnectionError"}
     if kinds & unreachable:
         return ModelError(
-            f"{source!r} is neither a folder nor in the Hub's cache, and the hub cannot be reached",
-            _similar_folder(source) + "name a folder, or connect once (and unset HF_HUB_OFFLINE) to download it",
+            f"{source!r} is neither a folder nor in the Hub's cache, and the Hub cannot be reached",
+            _similar_folder(source) + "pass a folder, or connect once (and unset HF_HUB_OFFLINE) to download it",
         )
     if "trust_remote_code" in text:
         return ModelError(
@@ -203,7 +203,7 @@ def explained(
         return ModelError(f"{source}: {_first_line(text)}", "pip install --upgrade transformers")
     if "UnpicklingError" in kinds:
         return ModelError(
-            f"the weights of {source} are a pickle that holds more than tensors, and loading it could execute any code",
+            f"the weights of {source} are a pickle with more than tensors, and loading it could execute any code",
             "get the model as safetensors",
         )
     if "SafetensorError" in kinds:

@@ -69,7 +69,7 @@ def auto_class(kind: str) -> Any:
     import transformers
 
     if kind not in AUTO_CLASSES:
-        raise ModelError(f"a model of kind {kind!r} is not known", f"use one of {', '.join(AUTO_CLASSES)}")
+        raise ModelError(f"unknown kind of model: {kind!r}", f"use one of {', '.join(AUTO_CLASSES)}")
     return getattr(transformers, AUTO_CLASSES[kind])
 
 
@@ -184,7 +184,7 @@ def _pretrained(
     config = read_config(source, place, trust_remote_code)
     is_quantized = place.gguf_file is None and is_quantized_config(config)
     if is_quantized and not options.as_stored:
-        raise ModelError(f"{source} is quantized: quantized weights cannot be trained", "name the original model")
+        raise ModelError(f"{source} is quantized: quantized weights cannot be trained", "use the original model")
     before = dict(getattr(config, "id2label", None) or {})
     _set_head(config, head)
     extra: dict[str, Any] = {}
@@ -257,14 +257,14 @@ def _check_weights(source: str, model: Any, info: Mapping[str, Any]) -> list[str
     for name, found, wanted in mismatched:
         if name in in_base:
             raise ModelError(
-                f"{source}: {name} is {list(found)} in the file but {list(wanted)} by its config.json",
-                "its files do not belong together: download or save them again",
+                f"{source}: {name} is {list(found)} in the file but {list(wanted)} in its config.json",
+                "its files do not match each other: download or save them again",
             )
     num_missing = sum(sizes.get(name, 0) for name in missing & in_base)
     if 2 * num_missing > sum(sizes[name] for name in in_base):
         raise ModelError(
             f"{source}: most weights of {type(model).__name__} are not in its files",
-            "its files do not belong together: check model_type in its config.json",
+            "its files do not match each other: check model_type in its config.json",
         )
     new = missing | {name for name, *_ in mismatched}
     setattr(model, _NEW_PARAMETERS, frozenset(new & set(sizes)))
@@ -320,7 +320,7 @@ def _from_scratch(
     except LOAD_FAILURES as error:
         if "Unrecognized configuration class" in str(error):
             raise _no_head("model.config", config, kind, error) from error
-        raise RecipeError(f"model.config is not valid: {error}", "fix the value that the message names") from error
+        raise RecipeError(f"model.config is not valid: {error}", "fix the value named in the message") from error
     if kind == "sequence-classification":
         base = {id(parameter) for parameter in model.base_model.parameters()}
         head_names = [name for name, parameter in model.named_parameters() if id(parameter) not in base]

@@ -88,7 +88,7 @@ def build_measure(kind: str, *, shifts_labels: bool = False, label_smoothing: fl
     """
     if not 0.0 <= label_smoothing < 1.0:
         raise RecipeError(
-            f"label_smoothing {label_smoothing} is not valid", "set train.label_smoothing to a number from 0 to below 1"
+            f"label_smoothing {label_smoothing} is not valid", "set train.label_smoothing to at least 0 and less than 1"
         )
     if kind == "cross-entropy":
         return partial(_row_cross_entropy, label_smoothing)
@@ -96,7 +96,7 @@ def build_measure(kind: str, *, shifts_labels: bool = False, label_smoothing: fl
         return partial(_token_cross_entropy, label_smoothing, shifts_labels)
     if kind not in ("binary-cross-entropy", "mse"):
         known = "cross-entropy, binary-cross-entropy, mse, token-cross-entropy"
-        raise RecipeError(f"a loss of kind {kind!r} is not known", f"use one of {known}")
+        raise RecipeError(f"unknown kind of loss: {kind!r}", f"use one of {known}")
     if label_smoothing:
         raise RecipeError(f"label_smoothing has no effect on a {kind} loss", "set train.label_smoothing to 0")
     return _binary_cross_entropy if kind == "binary-cross-entropy" else _mean_squared_error

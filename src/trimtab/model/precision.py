@@ -36,7 +36,7 @@ class Precision:
         self.name = "no" if name is None else str(name)
         if self.name not in _DTYPES:
             names = ", ".join(f'"{known}"' for known in _DTYPES)
-            raise RecipeError(f"mixed_precision={name!r} is not known", f"use one of {names}")
+            raise RecipeError(f"mixed_precision={name!r} is not valid", f"use one of {names}")
         self.compute_dtype = _DTYPES[self.name]
         self.is_pure = self.name == "bf16-pure"
         self._device = device
@@ -128,7 +128,7 @@ def _convert(parameters: list[torch.nn.Parameter], dtype: torch.dtype) -> None:
 def _use_tf32(device: torch.device) -> None:
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0):
         raise RecipeError(
-            f"tf32 needs an NVIDIA GPU with compute capability 8.0 or higher, and the device is {device}",
+            f"tf32 needs an NVIDIA GPU with compute capability 8.0 or higher, but the device is {device}",
             "train.precision: fp32, or auto",
         )
     torch.backends.cuda.matmul.fp32_precision = "tf32"

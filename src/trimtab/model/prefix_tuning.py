@@ -135,7 +135,7 @@ def check_prefix(model: Any, kept: Sequence[str]) -> None:
     config, cure = model.config.get_text_config(), "adapter: prompt or lora"
     name = type(model).__name__
     if "past_key_values" not in inspect.signature(model.base_model.forward).parameters:
-        raise RecipeError(f"adapter: prefix needs blocks that take keys and values, and {name} has no such cache", cure)
+        raise RecipeError(f"adapter: prefix needs blocks that take keys and values, but {name} has no such cache", cure)
     odd = set(getattr(config, "layer_types", None) or ()) - _KNOWN_LAYERS
     if odd or any(getattr(config, key, None) for key in ("num_kv_shared_layers", "kv_lora_rank")):
         what = f"blocks of type {min(odd)}" if odd else "keys and values that blocks share or compress"

@@ -208,18 +208,18 @@ def plan_side_network(model: Any, spec: SideSpec, base: tuple[str | None, str | 
     stacks = stacks_of(model)
     if len(stacks) != 1:
         has = f"{len(stacks)} stacks" if stacks else "no stack"
-        raise RecipeError(f"adapter: side needs one stack of blocks, and {name} has {has}", cure)
+        raise RecipeError(f"adapter: side needs one stack of blocks, but {name} has {has}", cure)
     num_blocks, config = len(stacks[0][1]), model.config.get_text_config()
     num_layers = getattr(config, "num_hidden_layers", num_blocks)
     if num_layers != num_blocks:
         raise RecipeError(
-            f"adapter: side reads blocks that run once, and {name} runs {num_blocks} of them {num_layers} times", cure
+            f"adapter: side reads blocks that run once, but {name} runs {num_blocks} of them {num_layers} times", cure
         )
     if getattr(config, "layerdrop", 0):
-        raise RecipeError(f"adapter: side reads every block, and {name} leaves out some at random (layerdrop)", cure)
+        raise RecipeError(f"adapter: side reads every block, but {name} leaves out some at random (layerdrop)", cure)
     hidden_size = getattr(config, "hidden_size", None)
     if not isinstance(hidden_size, int):
-        raise RecipeError(f"adapter: side needs the hidden size of {name}, which its config does not name", cure)
+        raise RecipeError(f"adapter: side needs the hidden size of {name}, which its config does not contain", cure)
     return SideConfig(base[0], base[1], hidden_size, num_blocks, spec.reduction, spec.every, spec.dropout)
 
 

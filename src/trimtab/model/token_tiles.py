@@ -219,7 +219,7 @@ class _Tiled(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         if ctx.node is None:
-            raise RuntimeError("tiles of tokens have no second backward: retain_graph does not work with them")
+            raise RuntimeError("memory.tile_tokens supports one backward only: retain_graph does not work with it")
         (x,) = ctx.node.saved_tensors
         ctx.node = None
         _, _, _, needs_x, *needs_weights = ctx.needs_input_grad

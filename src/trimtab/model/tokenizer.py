@@ -14,7 +14,7 @@ _WORD_PIECE_TOKENS = {"pad": "[PAD]", "unk": "[UNK]", "bos": "[CLS]", "eos": "[S
 # Vocabulary files of common tokenizers, used if the tokenizer class, and so its own file names, is unknown.
 _VOCABULARY_FILES = ("vocab.*", "merges.txt", "*.model", "*.bpe.*", "tekken.json", "tokenizer_config.json")
 _NAME_A_TOKENIZER = (
-    "name one in model.tokenizer (--set model.tokenizer=NAME_OR_FOLDER), or save it into the model's folder with "
+    "set model.tokenizer (--set model.tokenizer=NAME_OR_FOLDER), or save one into the model's folder with "
     "save_pretrained"
 )
 _MAX_ALPHABET = 1000  # characters; rarer ones become the unknown token
@@ -42,13 +42,13 @@ def load_tokenizer(source: str, *, trust_remote_code: bool = False) -> Any:
             )
         except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, RuntimeError) as error:
             if place.gguf_file is None and not _has_vocabulary(Path(place.name), _VOCABULARY_FILES):
-                raise ModelError(f"{source} holds no tokenizer", _NAME_A_TOKENIZER) from error
+                raise ModelError(f"{source} contains no tokenizer", _NAME_A_TOKENIZER) from error
             raise explained(source, error, "the tokenizer of ", _NAME_A_TOKENIZER) from error
         # Without files transformers silently returns a tokenizer with special tokens only.
         wanted = getattr(tokenizer, "vocab_files_names", {}).values()  # empty for byte tokenizers
         is_empty = len(tokenizer) <= len(tokenizer.all_special_tokens)
         if is_empty or (wanted and place.gguf_file is None and not _has_vocabulary(Path(place.name), wanted)):
-            raise ModelError(f"{source} holds no tokenizer", _NAME_A_TOKENIZER)
+            raise ModelError(f"{source} contains no tokenizer", _NAME_A_TOKENIZER)
         note = give_pad_token(tokenizer)
     if note:
         say(f"{source}: {note}")
@@ -92,10 +92,10 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, kind: str = "bpe") ->
     from transformers import PreTrainedTokenizerFast
 
     if kind not in _KINDS:
-        raise RecipeError(f"a tokenizer of kind {kind!r} is not known", f"use one of {', '.join(_KINDS)}")
+        raise RecipeError(f"unknown kind of tokenizer: {kind!r}", f"use one of {', '.join(_KINDS)}")
     documents = list(texts)
     if not documents:
-        raise DataError("there is no text to train a tokenizer on", "name the text column in data.text")
+        raise DataError("there is no text to train a tokenizer on", "set data.text to the text column")
     names, train = _KINDS[kind]
     special = list(names.values())
     tokenizer = train(documents, vocab_size, special)

@@ -87,9 +87,9 @@ def check_prompt(model: Any, kept: Sequence[str], kind: str = "prompt") -> None:
     """
     name, cure = type(model).__name__, "adapter: lora"
     if not name.endswith(("ForCausalLM", "LMHeadModel")) or model.base_model is model:
-        raise RecipeError(f"adapter: {kind} is for decoders that generate text, and this is a {name}", cure)
+        raise RecipeError(f"adapter: {kind} is for decoders that generate text, but this is a {name}", cure)
     if kept:
-        raise RecipeError(f"adapter: {kind} trains virtual tokens alone, and {kept[0]} is newly initialized", cure)
+        raise RecipeError(f"adapter: {kind} trains only virtual tokens, but {kept[0]} is newly initialized", cure)
 
 
 def attach_virtual_tokens(model: Any, num_tokens: int) -> None:

@@ -127,7 +127,7 @@ def _check(name: str, settings: dict[str, Any], lr: float) -> None:
     if name not in OPTIMIZERS:
         near = difflib.get_close_matches(name.lower(), OPTIMIZERS, n=1)
         meant = f"; did you mean {near[0]}?" if near else ""
-        raise RecipeError(f"train.optimizer={name!r} is not known{meant}", f"one of {', '.join(OPTIMIZERS)}")
+        raise RecipeError(f"train.optimizer={name!r} is not valid{meant}", f"use one of {', '.join(OPTIMIZERS)}")
     for key, value in settings.items():
         if key not in _uses(name) and value != _DEFAULTS[key]:
             users = [other for other in OPTIMIZERS if key in _uses(other)]
@@ -136,9 +136,11 @@ def _check(name: str, settings: dict[str, Any], lr: float) -> None:
                 f"leave train.{key} out, or train.optimizer: {' or '.join(users)}",
             )
     if not 0.0 <= lr < float("inf"):
-        raise RecipeError(f"train.lr={lr!r} is not valid", "a number from 0 up, for example 5e-5")
+        raise RecipeError(f"train.lr={lr!r} is not valid", "use a number of at least 0, such as 5e-5")
     if not all(0.0 <= beta < 1.0 for beta in settings["betas"]) or len(settings["betas"]) != 2:
-        raise RecipeError(f"train.betas={settings['betas']} is not valid", "two numbers from 0 to below 1")
+        raise RecipeError(
+            f"train.betas={settings['betas']} is not valid", "use two numbers, each at least 0 and less than 1"
+        )
     for key in ("eps", "momentum"):
         if not 0.0 <= settings[key] < float("inf"):
-            raise RecipeError(f"train.{key}={settings[key]!r} is not valid", "a number from 0 up")
+            raise RecipeError(f"train.{key}={settings[key]!r} is not valid", "use a number of at least 0")

@@ -231,7 +231,7 @@ def check_host_memory(needed_bytes: int) -> None:
     require_host_memory(
         needed_bytes,
         "memory.update needs {} of host memory for gradients, optimizer state, and with host also weights",
-        "train.optimizer: adamw8bit, adapter: lora, or a machine with more memory",
+        "use train.optimizer: adamw8bit, adapter: lora, or a machine with more memory",
     )
 
 

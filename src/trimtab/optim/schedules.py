@@ -142,9 +142,11 @@ def _shape(name: str, num_steps: int | None, warmup_steps: int, d_model: int | N
     if name not in SCHEDULES:
         near = difflib.get_close_matches(name.lower().replace("_", "-"), SCHEDULES, n=1)
         meant = f"; did you mean {near[0]}?" if near else ""
-        raise RecipeError(f"train.schedule={name!r} is not known{meant}", f"one of {', '.join(SCHEDULES)}")
+        raise RecipeError(f"train.schedule={name!r} is not valid{meant}", f"use one of {', '.join(SCHEDULES)}")
     if warmup_steps < 0:
-        raise RecipeError(f"train.warmup={warmup_steps} is not valid", "a number of steps from 0 up, or a share")
+        raise RecipeError(
+            f"train.warmup={warmup_steps} is not valid", "use a number of steps of at least 0, or a share"
+        )
     if name == "constant":
         return Constant(warmup_steps)
     if name == "inverse-sqrt":
@@ -153,7 +155,7 @@ def _shape(name: str, num_steps: int | None, warmup_steps: int, d_model: int | N
         return _noam(warmup_steps, d_model)
     if num_steps is None:
         raise RecipeError(
-            f"train.schedule: {name} needs to know how many steps the run has, and the length of the data is unknown",
+            f"train.schedule: {name} needs the number of steps of the run, but the length of the data is unknown",
             "set train.max_steps, or train.schedule: constant or inverse-sqrt",
         )
     if num_steps < 1:

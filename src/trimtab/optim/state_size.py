@@ -58,7 +58,7 @@ def state_bytes(
         Bytes by place. The code tables of the 8-bit optimizers (2 KiB per optimizer) are not included.
     """
     if name not in OPTIMIZERS:
-        raise ValueError(f"no optimizer is called {name!r}")
+        raise ValueError(f"unknown optimizer {name!r}")
     device, num_elements = torch.device(device), math.prod(shape)
     kind = name.removeprefix(PAGED)
     if kind in QUANTIZED:

@@ -94,7 +94,7 @@ def choose_row(
     elif not target.is_cpu:
         needed = format_bytes(planner.needed_bytes(row) + row.estimate.outside_bytes)
         words = f"{prefix}the smallest plan needs {needed} of {format_bytes(target.budget_bytes)}"
-        say(f"{words}: less than {SPARE:.0%} stay free, so memory may run out")
+        say(f"{words}: less than {SPARE:.0%} stays free, so memory may run out")
     return row
 
 

@@ -79,7 +79,7 @@ class OwnLoop:
     def __init__(self, budget: str | int, allow: Sequence[str], device: torch.device) -> None:
         unknown = set([allow] if isinstance(allow, str) else allow) - set(_ALLOWANCES)
         if isinstance(allow, str) or unknown:
-            raise RecipeError(f"memory_allow={allow!r} is not known", 'memory_allow=["8bit"]')
+            raise RecipeError(f"memory_allow={allow!r} is not valid", 'memory_allow=["8bit"]')
         self._allow = frozenset(allow)
         self._device, self._budget = device, _in_bytes(budget, device)
         if device.type == "cuda":
@@ -322,13 +322,13 @@ def _in_bytes(budget: str | int, device: torch.device) -> int:
     if budget == "auto":
         found = resolve_budget("auto", device)
         if found is None:
-            raise RecipeError(f"the free memory of {device} is not known", 'memory_budget="8GiB"')
+            raise RecipeError(f"the free memory of {device} is unknown", 'memory_budget="8GiB"')
         return found
     wanted, total = parse_bytes(budget), total_memory(device)
     if total and wanted > total:
         raise RecipeError(
-            f"memory_budget is {format_bytes(wanted)}, and {device} has {format_bytes(total)}",
-            'memory_budget="auto" takes what is free',
+            f"memory_budget is {format_bytes(wanted)}, but {device} has {format_bytes(total)}",
+            'memory_budget="auto" uses the free memory',
         )
     return wanted
 

@@ -111,7 +111,7 @@ def _check_names(gpu: str, mask: str, code: str, implementation: str | None) -> 
         known.append(("implementation", implementation, _IMPLEMENTATIONS))
     for name, word, words in known:
         if word not in words:
-            raise RecipeError(f"{name}={word!r} is not known", f"one of {', '.join(words)}")
+            raise RecipeError(f"{name}={word!r} is not valid", f"use one of {', '.join(words)}")
     if implementation is not None and code == "trimtab":
         raise RecipeError('implementation has no effect with code="trimtab"', 'code="transformers", or leave it out')
 
@@ -127,8 +127,8 @@ def _check_techniques(asked: Mapping[str, Any]) -> None:
     for key, value in asked.items():
         if key not in known:
             near = get_close_matches(key, known, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"one of {', '.join(known)}"
-            raise RecipeError(f"{key}={value!r} is not known", hint)
+            hint = f"did you mean {near[0]}?" if near else f"use one of {', '.join(known)}"
+            raise RecipeError(f"{key}={value!r} is not valid", hint)
         is_open = isinstance(value, str) and value == "auto"
         if is_open and known[key].effect == "exact" and known[key].off is not None:
             raise RecipeError("'auto' needs a plan, which predict_step does not make", "use trimtab.plan, or a value")

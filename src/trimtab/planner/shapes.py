@@ -102,7 +102,7 @@ def named_task(recipe: Recipe) -> NamedTask:
     """
     if recipe.task is None:
         raise RecipeError(
-            "task: not given, and with a fixed length no data is read to guess it from",
+            "task is not set, and with --length no data is read to detect it",
             f"--task {next(iter(_NAMED))} (or {', '.join([*_NAMED][1:])}); or leave out --length",
         )
     return _NAMED[recipe.task]

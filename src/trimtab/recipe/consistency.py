@@ -49,7 +49,7 @@ def _in_model(recipe: "Recipe") -> Iterator[Mistake]:
         both = "both name and config" if model.name else "neither name nor config"
         yield _mistake("model", f"found {both}; set name for a pretrained model, or config to train from scratch")
     elif model.name is None and model.tokenizer is None:
-        yield _mistake("model.tokenizer", "required with model.config; allowed: a hub name, a folder, or train")
+        yield _mistake("model.tokenizer", "required with model.config; allowed: a Hub name, a folder, or train")
 
 
 def _in_columns(recipe: "Recipe") -> Iterator[Mistake]:
@@ -70,7 +70,7 @@ def _in_columns(recipe: "Recipe") -> Iterator[Mistake]:
         yield _mistake("data.text", text, "task")
     for name in ("prompt", "answer"):
         if data.messages is not None and columns[name] is not None:
-            text = f"found {shown(columns[name])}; data.messages holds the whole chat; leave one of them out"
+            text = f"found {shown(columns[name])}; data.messages contains the whole conversation; leave one of them out"
             yield _mistake(f"data.{name}", text, "data.messages")
     if data.eval is not None and data.eval_share != _default(data, "eval_share"):
         text = f"found {shown(data.eval_share)}; nothing is split off if data.eval is set; leave one of them out"

@@ -105,7 +105,7 @@ class DataSettings(Section):
     """Data sources and the meaning of their columns."""
 
     train: Source
-    """Training rows: csv, tsv, jsonl, json, parquet or txt file, folder, glob, or hub name, with optional split and
+    """Training rows: csv, tsv, jsonl, json, parquet or txt file, folder, glob, or Hub name, with optional split and
     slice: imdb:train[:1000], reviews.csv[:80%]."""
     eval: Source | None = None
     """Evaluation rows, in the same form as train; null = split off from train."""
@@ -143,8 +143,8 @@ class TrainSettings(Section):
     lr: PositiveFloat = 5e-5
     """Peak learning rate; with schedule noam, the factor of its formula."""
     optimizer: OptimizerName = "auto"
-    """Optimizer. 8bit = optimizer state in 8 bits (bitsandbytes); paged = that state moves to host memory when the GPU
-    runs short; auto = adamw, or paged-adamw8bit with adapter: qlora on a GPU."""
+    """Optimizer. 8bit = optimizer state in 8 bits (bitsandbytes); paged = this state moves to host memory when GPU
+    memory is short; auto = adamw, or paged-adamw8bit with adapter: qlora on a GPU."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.999)
     """Decay rates of the moment estimates of Adam and AdamW, including their 8-bit versions."""
     eps: PositiveFloat = 1e-8
@@ -164,17 +164,17 @@ class TrainSettings(Section):
     max_grad_norm: NonNegative | None = 1.0
     """Clip gradients to this norm; null or 0 = no clipping."""
     clip_by: Literal["norm", "previous-norm"] = "norm"
-    """The norm that decides how much is clipped: norm = of the gradients of the step; previous-norm = of those of the
-    step before, for memory.update: in-backward; the first step is not clipped."""
+    """Norm that gradients are clipped by: norm = that of the current step; previous-norm = that of the previous step,
+    for memory.update: in-backward (the first step is not clipped)."""
     label_smoothing: Fraction = 0.0
-    """Share of the target probability that is spread over all classes."""
+    """Share of the target probability to spread over all classes."""
     precision: Literal["auto", "fp32", "tf32", "fp16", "bf16", "bf16-pure"] = "auto"
     """fp16 and bf16 = mixed precision; bf16-pure = weights, gradients and optimizer state in bf16 with stochastic
     rounding; tf32 = fp32 with TF32 matrix products on NVIDIA GPUs; auto = bf16 if the device supports it natively, else
     fp16 on a GPU and fp32 on a CPU."""
     freeze: dict[str, FreezeDuration] = {}
     """Parameters to freeze, and for how long: {base: always}, {base: 200 steps}, {'*.layer.0.*': 1 epoch}; base =
-    everything but the head; other keys are patterns of module names."""
+    everything except the head; other keys are patterns of module names."""
     group_by_length: bool = True
     """Batch rows of similar length together to reduce padding."""
     on_nan: Literal["stop", "skip", "rewind"] = "stop"
@@ -182,12 +182,12 @@ class TrainSettings(Section):
     and continue with other rows, once per run."""
     compile: Literal["auto", "off", "capture", "blocks", "graphs"] = "auto"
     """blocks = compile the repeated blocks of the model with torch.compile before the first step; capture = capture
-    forward and backward of every size of micro-batch in CUDA graphs, so that small models do not wait for Python (one
-    GPU); graphs = both; auto = what is fastest for a run of that length on one NVIDIA GPU, else off."""
+    forward and backward of each micro-batch size in CUDA graphs, which removes Python overhead in small models (one
+    GPU); graphs = both; auto = the fastest for the length of the run on one NVIDIA GPU, else off."""
     deterministic: bool = False
     """Use only deterministic CUDA kernels; slower."""
     log_every: Steps = 10
-    """Number of steps between two lines of metrics."""
+    """Number of steps between logged metrics."""
 
     @field_validator("max_grad_norm", mode="after")
     @classmethod
@@ -200,13 +200,13 @@ class AdapterSettings(Section):
 
     kind: Literal["lora", "qlora", "ia3", "side", "prompt", "prefix"] = "lora"
     """lora = low-rank matrices added to the base weights; qlora = the same on 4-bit (nf4) base weights; ia3 = one
-    factor for each output of keys and values and each input of the second layer of an MLP; side = a narrow network
-    that reads the hidden states of the base, so that backward never enters the base; prompt = embeddings of virtual
-    tokens before each row (prompt tuning), for decoders; prefix = keys and values of virtual tokens before each row, in
-    every block (prefix tuning), for decoders."""
+    factor for each output of keys and values and each input of the second layer of an MLP; side = a narrow network that
+    reads the hidden states of the base, so backward never enters the base; prompt = embeddings of virtual tokens before
+    each row (prompt tuning), for decoders; prefix = keys and values of virtual tokens before each row, in every block
+    (prefix tuning), for decoders."""
     base: Literal["fp8"] | None = None
-    """How kind lora stores the frozen base weights: fp8 = in 8 bits, and multiplied in fp8, on NVIDIA GPUs from compute
-    capability 8.9 (emulated on a CPU); null = in the dtype of matrix products."""
+    """Dtype in which kind lora stores the frozen base weights: fp8 = 8 bits, multiplied in fp8, on NVIDIA GPUs with
+    compute capability 8.9 or higher (emulated on a CPU); null = the dtype of matrix products."""
     rank: PositiveInt = 16
     """Rank of the matrices; a higher rank has more trainable parameters."""
     alpha: PositiveFloat | None = None
@@ -214,11 +214,11 @@ class AdapterSettings(Section):
     dropout: Fraction = 0.0
     """Dropout on the adapter's input."""
     targets: Targets | None = None
-    """Modules that get an adapter; all-linear = every linear layer of the base, not the head; null = all-linear, with
-    kind ia3 those that PEFT chooses for the type of the model."""
+    """Modules that get an adapter; all-linear = every linear layer of the base, not the head; null = all-linear, or
+    with kind ia3 the modules that PEFT chooses for the model type."""
     experts: bool = False
-    """Adapt fused expert weights too, with two matrices of this rank for each expert; they are not linear modules and
-    not among targets."""
+    """Also adapt fused expert weights, with two matrices of this rank for each expert; they are not linear modules, so
+    targets does not include them."""
     layers: BlockRange | None = None
     """First and last block that get adapters, counted from 0; null = all blocks."""
     ranks: dict[str, PositiveInt] = {}
@@ -232,15 +232,15 @@ class AdapterSettings(Section):
     dora: bool = False
     """Train the norm of each row of the adapted weights as well (DoRA); slower, and needs more memory."""
     init: Literal["zero", "pissa", "pissa-fast", "olora"] = "zero"
-    """Initial matrices: zero = a random one and a zero one; pissa = the largest singular values of the base weight, of
-    which the base keeps the rest; pissa-fast = the same, estimated; olora = its QR decomposition. The adapter is saved
-    with twice the rank, for the original base."""
+    """Initial matrices: zero = one random and one zero; pissa = the largest singular values of the base weight, while
+    the base keeps the rest; pissa-fast = the same, estimated; olora = QR decomposition of the base weight. Except for
+    zero, the adapter is saved with twice the rank, for the original base."""
     lr_ratio: PositiveFloat = 1.0
     """Learning rate of the second matrices (B) as a multiple of train.lr (LoRA+); often 16."""
     reduction: PositiveInt = 8
     """Width of a side network: the hidden size of the model divided by this."""
     every: PositiveInt = 1
-    """A side network reads one block of the model out of this many, and always the last one."""
+    """A side network reads every n-th block of the model, and always the last one."""
     tokens: PositiveInt = 20
     """Number of virtual tokens of prompt and prefix tuning."""
 
@@ -249,61 +249,61 @@ class MemorySettings(Section):
     """How to fit into memory. Except for `allow`, none of these changes the result of training."""
 
     budget: Budget | None = None
-    """Memory that the run may use, such as 8GiB; it is never exceeded, micro-batches shrink if necessary; auto = the
-    free memory of the device; null = no limit."""
+    """Device memory that the run may use, such as 8GiB; on a GPU it is never exceeded: micro-batches shrink if
+    necessary; auto = the free memory of the device; null = no limit."""
     micro_batch: MicroBatch = "auto"
     """Rows per forward pass; auto = chosen by the planner on a GPU or with a budget, else all of train.batch_size."""
     gradient_checkpointing: GradientCheckpointing = "auto"
-    """Recompute activations in backward instead of storing them: all = of every block; {every: 2} = of every second
-    block; {all_but_every: 4} = of three blocks in four; {layers: [0, -1]} = of these blocks; ops = all but the results
-    of matrix products and attention; auto = chosen by the planner on a GPU or with a budget, else none."""
+    """Recompute activations in backward instead of storing them: all = in every block; {every: 2} = in every second
+    block; {all_but_every: 4} = in three of four blocks; {layers: [0, -1]} = in these blocks; ops = everything except
+    the results of matrix products and attention; auto = chosen by the planner on a GPU or with a budget, else none."""
     offload_activations: OffloadedBlocks = "auto"
-    """Keep what blocks save for backward in pinned host memory: all = of every block; {every: 2} = of every second
-    block; {all_but_every: 4} and {layers: [0, -1]} as above. Of a recomputed block that is its input, of others all
-    activations. auto = all if nothing else fits on an NVIDIA GPU, else none."""
+    """Keep activations that blocks save for backward in pinned host memory (of a recomputed block, its input): all = of
+    every block; {every: 2} = of every second block; {all_but_every: 4} and {layers: [0, -1]} as in
+    gradient_checkpointing; auto = all if nothing else fits on an NVIDIA GPU, else none."""
     tile_tokens: TileTokens = "auto"
-    """Compute MLPs for this many tokens at a time, and again in backward, so that their wide tensors exist for one tile
-    only; none = for all tokens at once; auto = none, unless nothing else fits."""
+    """Compute MLPs in tiles of this many tokens, and again in backward, so only one tile needs the wide tensors of an
+    MLP; none = all tokens at once; auto = none, unless nothing else fits."""
     offload: Literal["auto", "none", "embeddings"] = "auto"
-    """Weights to keep in host memory: embeddings = the token embeddings, if they are frozen; auto = embeddings if an
-    adapter trains and no faster plan fits, else none."""
+    """Weights to keep in host memory: embeddings = the token embeddings, if they are frozen; auto = embeddings if the
+    run trains an adapter and no faster plan fits, else none."""
     update: Literal["auto", "device", "in-backward", "streamed", "host"] = "auto"
-    """Where and when weights are updated: device = after backward; in-backward = each weight as soon as its gradient is
-    complete, which is freed then; needs the whole batch in one micro-batch, and train.max_grad_norm: null or
-    train.clip_by: previous-norm; streamed = gradients and optimizer state are in host memory, from where they visit the
-    device slice by slice when all gradients are known; host = gradients, fp32 weights and optimizer state are in host
-    memory, and the CPU updates; auto = in-backward where it is possible and faster than what else fits, streamed or
-    host if nothing else fits on a GPU, else device."""
+    """Where and when weights are updated: device = on the device, after backward; in-backward = each weight as soon as
+    its gradient is complete, which is then freed; needs the whole batch in one micro-batch, and train.max_grad_norm:
+    null or train.clip_by: previous-norm; streamed = gradients and optimizer state are kept in host memory and copied to
+    the device slice by slice once all gradients are known; host = gradients, fp32 weights and optimizer state are kept
+    in host memory, and the CPU updates the weights; auto = in-backward where it is possible and faster than other plans
+    that fit, streamed or host if nothing else fits on a GPU, else device."""
     offload_state: Literal["auto", "none", "host"] = "auto"
-    """Where the optimizer's state is: none = on the device; host = in pinned host memory, from which it visits the
-    device slice by slice while weights are updated, best with update: in-backward; auto = host if all weights are
-    trained and nothing else fits on an NVIDIA GPU, else none."""
+    """Where to keep the optimizer state: none = on the device; host = in pinned host memory, copied to the device slice
+    by slice during the update, best with update: in-backward; auto = host if all weights are trained and nothing else
+    fits on an NVIDIA GPU, else none."""
     stream_weights: OffloadedBlocks = "auto"
-    """Keep the weights of blocks in pinned host memory, and copy them to the device while the block before computes, in
-    forward and in backward: all = of every block; {every: 2} = of every second block; {all_but_every: 4} and
-    {layers: [0, -1]} as above. Trainable weights need update: in-backward, whose optimizer state is streamed with
-    them, or host. auto = all if nothing else fits on an NVIDIA GPU, else none."""
+    """Keep the weights of blocks in pinned host memory, and copy each block to the device while the previous one
+    computes, in forward and backward: all = every block; {every: 2} = every second block; {all_but_every: 4} and
+    {layers: [0, -1]} as in gradient_checkpointing; auto = all if nothing else fits on an NVIDIA GPU, else none.
+    Trainable weights need update: host, or update: in-backward, which also streams their optimizer state."""
     allow: Allowances = []
-    """Techniques that change results slightly and that the planner may choose: 8bit = optimizer state in 8 bits, if
-    memory is short."""
+    """Techniques that change results slightly, which the planner may choose if memory is short: 8bit = optimizer state
+    in 8 bits."""
     loss: Literal["auto", "plain", "fused", "chunked", "liger"] = "auto"
     """Loss of language models: plain = from the full logits; fused = from the full logits without copies of them, by
     kernels on NVIDIA GPUs; chunked = without storing the full logits; liger = the fused kernel of liger-kernel; auto =
     plain if the logits are small."""
     kernels: Literal["auto", "plain", "liger", "fused"] = "auto"
     """Norms and activations: plain = the model's own; liger = fused kernels of liger-kernel for decoders, which store
-    less for backward; fused = fused kernels for encoders like BERT; auto = on an NVIDIA GPU liger if it is installed
+    less for backward; fused = fused kernels for encoders like BERT; auto = on an NVIDIA GPU, liger if it is installed
     and supports the model, and fused in captured steps (train.compile)."""
     attention_backend: Literal["auto", "torch", "cudnn", "flash", "efficient", "math"] = "auto"
     """Kernel that computes attention, where it can run: cudnn; flash; efficient = memory-efficient; math = matrix
-    products; torch = torch's own choice; auto = on Hopper GPUs cudnn where micro-batches have few shapes, else flash;
-    on other devices torch."""
+    products; torch = torch's own choice; auto = on Hopper GPUs cudnn if micro-batches have few shapes, else flash; on
+    other devices torch."""
     micro_batch_tokens: MicroBatch = "auto"
-    """Tokens per forward pass, in addition to the limit of rows; a row that is longer is passed alone."""
+    """Maximum tokens per forward pass, in addition to micro_batch; a longer row is processed alone."""
     padding: Literal["auto", "longest", "none"] = "auto"
-    """longest = pad rows to the longest one of their micro-batch; none = concatenate rows and compute attention within
-    each (BERT and its relatives, Llama and its relatives; other models are padded); auto = none in half precision on
-    NVIDIA GPUs from Ampere on."""
+    """longest = pad rows to the longest one in their micro-batch; none = concatenate rows and compute attention within
+    each (models like BERT and Llama; others are padded); auto = none in half precision on NVIDIA GPUs of the Ampere
+    generation or newer."""
 
 
 class EvaluateSettings(Section):
@@ -316,11 +316,11 @@ class EvaluateSettings(Section):
     batch_size: PositiveInt | None = None
     """Rows per evaluation batch; null = chosen automatically."""
     at_start: bool = False
-    """Evaluate before the first step, too."""
+    """Also evaluate before the first step."""
 
 
 class CheckpointSettings(Section):
-    """What to save of a run."""
+    """What to save."""
 
     best: bool | Metric = True
     """Save the best model as the Hugging Face folder best/, chosen by evaluate.metric or by the metric given here;
@@ -340,7 +340,7 @@ class EarlyStoppingSettings(Section):
     metric: Metric | None = None
     """Metric that must improve; null = evaluate.metric."""
     mode: Literal["max", "min"] | None = None
-    """max = higher is better; min = lower is better; null = known from the metric."""
+    """max = higher is better; min = lower is better; null = follows from the metric."""
     patience: PositiveInt = 3
     """Evaluations without improvement before training stops."""
     min_delta: NonNegative = 0.0
@@ -348,27 +348,27 @@ class EarlyStoppingSettings(Section):
 
 
 class DistillSettings(Section):
-    """Train a small model (the student) to give the outputs of a trained one (the teacher)."""
+    """Train a small model (the student) to reproduce the outputs of a trained one (the teacher)."""
 
     teacher: ModelName
-    """Run, folder or hub name of the teacher: a model trained for the task, with the student's tokenizer."""
+    """Run, folder or Hub name of the teacher: a model trained for the task, with the student's tokenizer."""
     student: StudentLayers | None = None
-    """Layers of the model to train, counted from 0: half or a number = evenly spaced, with the first and the last;
-    without `model` they are cut out of the teacher; null = all layers of `model`."""
+    """Layers of the model to train, counted from 0: half or a number = evenly spaced, including the first and the last;
+    without `model`, they are taken from the teacher; null = all layers of `model`."""
     temperature: PositiveFloat = 2.0
-    """Logits of both models are divided by it; higher = more weight on unlikely classes."""
+    """Temperature that divides the logits of both models; higher = more weight on unlikely classes."""
     alpha: Annotated[float, Ge(0), Le(1)] = 0.5
-    """Share of the teacher's term in the loss; the labels have the rest."""
+    """Share of the teacher's term in the loss; the term of the labels has the rest."""
     hidden: LayerTerm = {"weight": 0.0, "layers": "auto"}
-    """Weight of the distance between hidden states, and which layer of the student learns from which of the teacher;
-    auto = evenly spaced, the last from the last."""
+    """Weight of the distance between hidden states, and which student layer learns from which teacher layer; auto =
+    evenly spaced, the last from the last."""
     attention: LayerTerm = {"weight": 0.0, "layers": "auto"}
     """Weight of the distance between attention probabilities, and the layers, as in hidden."""
     top_k: PositiveInt | None = None
-    """Compare only the teacher's most likely tokens, and the probability of all others as one; null = all tokens."""
+    """Compare only the teacher's k most likely tokens, with the probability of all others summed; null = all tokens."""
     cache: Literal["none", "disk"] = "none"
     """disk = compute the teacher's outputs for all rows once, before training, and keep them on disk; training then
-    needs no memory for the teacher. Not for masked-lm, whose masks change."""
+    needs no memory for the teacher. Not supported for masked-lm, whose masks change."""
 
 
 class TrackSettings(Section):
@@ -414,9 +414,9 @@ class Recipe(Section):
     """Hub name, folder or run of a pretrained model; a model on the tracking server: best:EXPERIMENT or
     models:/NAME@best; or {config: {...}, tokenizer: ...} to train from scratch."""
     task: TaskName | None = None
-    """Training objective: classify = predict labels; regress = predict numbers; causal-lm = next token of plain text;
-    chat = answers of conversations; seq2seq = text from text; masked-lm = masked tokens; null = detected from the
-    data."""
+    """Training objective: classify = predict labels; regress = predict numbers; causal-lm = predict the next token of
+    plain text; chat = generate answers in conversations; seq2seq = generate text from text; masked-lm = predict masked
+    tokens; null = detected from the data."""
     data: DataSettings
     """What to train on."""
     train: TrainSettings = TrainSettings()
@@ -425,13 +425,13 @@ class Recipe(Section):
     """Train and save a small adapter instead of all weights: lora, qlora (4-bit base weights), ia3, side, prompt,
     prefix, or a mapping such as {kind: lora, rank: 32, targets: [q_proj, v_proj]}; none = train all weights."""
     distill: DistillSettings | None = None
-    """Train the model to give the outputs of a larger one; null = train on labels alone."""
+    """Train the model to reproduce the outputs of a larger one; null = train on labels alone."""
     memory: MemorySettings = MemorySettings()
     """How to fit into memory."""
     evaluate: EvaluateSettings = EvaluateSettings()
     """When and how to evaluate."""
     checkpoint: CheckpointSettings = CheckpointSettings()
-    """What to save of the run."""
+    """What to save."""
     early_stopping: EarlyStoppingSettings | None = None
     """Stop when evaluation no longer improves; null = never."""
     track: TrackSettings = TrackSettings()

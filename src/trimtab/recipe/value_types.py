@@ -354,7 +354,7 @@ Source = Annotated[
     PlainValidator(_source),
     PlainSerializer(_source_as_words),
     WithJsonSchema({"type": ["string"]}),
-    Allowed("a file, folder, glob or hub name, as text (in Python also a dataset or rows)"),
+    Allowed("a file, folder, glob or Hub name, as text (in Python also a dataset or rows)"),
 ]
 Texts = Annotated[str | list[str], Parsed("a column, or a list of two columns", _column_or_pair, ""), _STRING_OR_LIST]
 Labels = Annotated[str | list[str], Parsed("a column, or a list of columns", _columns, ""), _STRING_OR_LIST]
@@ -389,4 +389,4 @@ TrackingUri = Annotated[str, Parsed(_URI, _tracking_uri, "string boolean null")]
 Metric = Annotated[str, AfterValidator(_metric_name), Allowed("the name of a metric, such as accuracy, f1 or loss")]
 Column = Annotated[str, MinLen(1), Allowed("the name of a column")]
 Text = Annotated[str, MinLen(1), Allowed("text")]
-ModelName = Annotated[str, MinLen(1), Allowed("a hub name, a folder or a run, as text")]
+ModelName = Annotated[str, MinLen(1), Allowed("a Hub name, a folder or a run, as text")]

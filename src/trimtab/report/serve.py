@@ -25,7 +25,9 @@ def report_server(make_page: Callable[[str | None], str], port: int = 0) -> Thre
     try:
         return ThreadingHTTPServer((HOST, port), _handler(make_page))
     except (OSError, OverflowError) as error:
-        raise RecipeError(f"port {port} cannot be used: {error}", "another --port, or none for a free one") from error
+        raise RecipeError(
+            f"port {port} cannot be used: {error}", "choose another --port, or remove it to use a free one"
+        ) from error
 
 
 def _handler(make_page: Callable[[str | None], str]) -> type[BaseHTTPRequestHandler]:

@@ -20,7 +20,7 @@ def build_study(name: str, recipe: Recipe) -> list[Variant]:
     if name not in STUDIES:
         near = difflib.get_close_matches(name.lower(), STUDIES, n=1)
         meant = f"; did you mean {near[0]}?" if near else ""
-        raise RecipeError(f"--study {name!r} is not known{meant}", f"one of {', '.join(STUDIES)}")
+        raise RecipeError(f"--study {name!r} is not valid{meant}", f"use one of {', '.join(STUDIES)}")
     return STUDIES[name](recipe)
 
 

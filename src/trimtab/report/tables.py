@@ -63,7 +63,7 @@ def _cell(outcome: Outcome, number: str, places: int, unit: float = 1.0) -> str:
 
 def _how_often(num_repeats: int) -> str:
     if num_repeats == 1:
-        return "One run of each, so the spread is not known"
+        return "One run of each, so the spread is unknown"
     return f"Medians of {num_repeats} runs, minimum and maximum in brackets"
 
 

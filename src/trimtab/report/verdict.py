@@ -17,7 +17,7 @@ def verdict(comparison: Comparison) -> str:
         num_unnamed = len(ran) - 1 - len(others)
         remarks = [f"the smallest and the fastest of {len(ran)} that ran"] if num_unnamed else []
         if min(len(outcome.runs) for outcome in ran) < 2:
-            remarks.append("from one run each, so the spread is not known")
+            remarks.append("from one run each, so the spread is unknown")
         sentences[-1] += f" ({'; '.join(remarks)})" if remarks else ""
     failed = [outcome.name for outcome in comparison.outcomes if not outcome.runs]
     if failed and ran:

@@ -98,7 +98,7 @@ class RunLock:
         _held.add(token)
         if not self.is_held():
             _held.discard(token)
-            raise CheckpointError(f"{self.path} was just taken by another process", "run this again")
+            raise CheckpointError(f"{self.path} was just locked by another process", "run the command again")
 
     def is_held(self) -> bool:
         """Whether the lock file on the disk is still this one."""
@@ -118,8 +118,8 @@ class RunLock:
                 self.path.unlink(missing_ok=True)
         except OSError as error:  # no reason to fail: on this host the lock is void once the process has exited
             say(
-                f"{self.path} cannot be removed: {error.strerror or error}; on this machine it is ignored once this "
-                "process has exited, before using the folder on another machine delete it by hand"
+                f"{self.path} cannot be removed: {error.strerror or error}; this machine ignores it once this "
+                "process has exited; delete it before you use the folder on another machine"
             )
         _held.discard(self._token)
         self._token = ""

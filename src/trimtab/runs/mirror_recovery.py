@@ -43,7 +43,7 @@ def recover(run: Path, out: str | None) -> Path:
         cure = cure_for_os_error(error, "choose another --out")
         raise CheckpointError(f"{run} could not be copied to {target}: {error.strerror or error}", cure) from error
     has_moved = out is None and isinstance(before, str) and Path(before).absolute() != target.absolute()
-    say(f"{run} was copied to {target}" + (f"; before it was in {before} (--out {before})" if has_moved else ""))
+    say(f"{run} was copied to {target}" + (f"; its original folder was {before} (--out {before})" if has_moved else ""))
     return target
 
 
@@ -53,7 +53,7 @@ def _check_is_run(run: Path, out: str | None) -> None:
         cure = f"pass one of the mirrors in it: {', '.join(sorted(below))}" if below else "trimtab runs lists runs"
         raise RecipeError(f"{run} is not a run", cure)
     if out is not None:
-        raise RecipeError(f"--out is for mirrors, and {run} is a run", "leave --out out")
+        raise RecipeError(f"--out is only for mirrors, but {run} is a run", "remove --out")
 
 
 def mirror_setting(run: Path) -> dict[str, str]:

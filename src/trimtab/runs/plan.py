@@ -113,7 +113,7 @@ class Plan:
             f"{self.num_train_rows:,} training rows, {self.num_eval_rows:,} held-out rows; length ≤ {self.max_length}, "
             f"{self.padding_share:.1%} padding",
             f"{self.num_steps:,} steps of {self.batch_size} rows{cut} ({self.steps_per_epoch:,} per epoch), "
-            f"warmup {self.warmup_steps:,}; best by {self.metric}",
+            f"warmup {self.warmup_steps:,}; best model by {self.metric}",
         ]
 
 

@@ -133,7 +133,7 @@ class RunFolder:
         """Write the first `run.json`; another run may have used the folder between `check_free` and the lock."""
         if before is not None:
             self._release()
-            raise RecipeError(f"{self.path} was just taken by another run", "run this again")
+            raise RecipeError(f"{self.path} was just taken by another run", "run the command again")
         try:
             self.write_text(_STATUS, json.dumps(self._status))
         except CheckpointError:
@@ -330,7 +330,7 @@ def clear_folder(path: Path) -> None:
         except OSError as error:
             raise RecipeError(
                 f"{error.filename or inner} cannot be removed: {error.strerror or error}",
-                f"remove {path} by hand, or choose another --out",
+                f"remove {path} yourself, or choose another --out",
             ) from error
 
 
@@ -411,16 +411,18 @@ def check_free(path: Path) -> None:
         raise RecipeError(f"{path} is a file, and a run needs a folder", "choose another --out")
     run = find_run(path)
     if run is None:
-        raise RecipeError(f"{path} is not empty, and holds no run", "choose another --out, or remove the folder")
+        raise RecipeError(f"{path} is not empty, and is not a run", "choose another --out, or remove the folder")
     progress = f"step {run.get('step', 0):,} of {run.get('num_steps', 0):,}"
     if run["state"] == "finished":
-        cure = f"another --out; --fresh to replace it; or train longer: trimtab resume {path} --set train.epochs=…"
-        raise RecipeError(f"{path} holds a finished run ({progress})", cure)
-    problem, cure = f"{path} holds an unfinished run ({progress})", "--resume to resume it, --fresh to replace it, "
+        longer = f"trimtab resume {path} --set train.epochs=…"
+        cure = f"choose another --out, pass --fresh to replace it, or train longer: {longer}"
+        raise RecipeError(f"{path} contains a finished run ({progress})", cure)
+    problem = f"{path} contains an unfinished run ({progress})"
+    cure = "pass --resume to resume it, --fresh to replace it, "
     holder = lock_holder(path)
     if holder is not None and holder.state == "running":
         problem += f", which process {holder.process.pid} on this machine is training"
-        cure = f"wait until it is done, or stop it (kill {holder.process.pid}), then run this again; "
+        cure = f"wait until it is done, or stop it (kill {holder.process.pid}), then run the command again; "
     raise RecipeError(problem, f"{cure}or choose another --out")
 
 

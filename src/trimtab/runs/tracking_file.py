@@ -162,7 +162,7 @@ def upload_lock(folder: Path, patience_s: float) -> Iterator[None]:
                 if time.monotonic() >= deadline:
                     raise CheckpointError(
                         f"another process is uploading {folder} to its tracking server",
-                        "run this again when it is done",
+                        "run the command again when it is done",
                     ) from None
                 time.sleep(0.05)
             except OSError:  # the file system does not support flock

@@ -108,9 +108,9 @@ class AdapterTechnique(Technique):
         value = "none" if settings is None else settings.kind if settings.base is None else _FP8
         if value == _FP8 and not _can_have_fp8(case.accelerator):
             raise RecipeError(
-                f"adapter.base: fp8 needs an NVIDIA GPU of compute capability 8.9 or higher, and this device "
+                f"adapter.base: fp8 needs an NVIDIA GPU of compute capability 8.9 or higher, but this device "
                 f"{_describe_device(case.accelerator)}",
-                "leave adapter.base out (adapter: lora), or adapter: qlora",
+                "remove adapter.base (adapter: lora), or use adapter: qlora",
             )
         return (value,)
 

@@ -96,7 +96,7 @@ def _kept(technique: Technique, value: str, case: Case, other: str) -> str:
     """A stored value that `auto` chose, or another one if it does not work on this machine."""
     if not technique.is_open(case.recipe) or technique.can_keep(value, case):
         return value
-    say(f"{technique.setting}: {value}, which the run had, does not work here; it continues with {other}")
+    say(f"the run used {technique.setting}: {value}, which does not work here; it continues with {other}")
     return other
 
 

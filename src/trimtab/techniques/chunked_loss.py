@@ -172,7 +172,7 @@ def build_task_loss(
             them. All except "plain" support only "token-cross-entropy".
     """
     if how not in ("plain", "fused", "chunked", "liger"):
-        raise RecipeError(f"memory.loss: {how!r} is not known", "memory.loss: plain, fused, chunked or liger")
+        raise RecipeError(f"memory.loss: {how!r} is not valid", "memory.loss: plain, fused, chunked or liger")
     loss = build_loss(kind, shifts_labels=shifts_labels, label_smoothing=label_smoothing)
     if how == "plain":
         return loss

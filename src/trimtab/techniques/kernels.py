@@ -54,7 +54,7 @@ class FusedKernels(Technique):
             return conflict(f"{self.setting}: {value}", compiled, "which also fuses kernels")
         # calling the kernel from Python costs more than the launches that it saves
         if value == "fused" and compiled == "off" and self.is_open(case.recipe):
-            return f"{self.setting}: auto takes fused kernels of encoders in captured steps only"
+            return f"{self.setting}: auto uses fused kernels of encoders in captured steps only"
         return None
 
     def change_model(self, model: torch.nn.Module, value: str, site: Site) -> None:

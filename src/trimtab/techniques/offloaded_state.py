@@ -117,5 +117,5 @@ _ONE_PROCESS = f"{KEY} works with one process, which has the state of all weight
 def _check_host_memory(groups: list[dict[str, Any]], spec: StepSpec) -> None:
     large = [{"params": [p for p in group["params"] if has_state_on_host(p)]} for group in groups]
     needed = bytes_of_groups(spec[OptimizerState.key], large, rounds_stochastically=spec.precision == "bf16-pure")
-    cure = "train.optimizer: adamw8bit, adapter: lora, or a machine with more memory"
+    cure = "use train.optimizer: adamw8bit, adapter: lora, or a machine with more memory"
     require_host_memory(needed, KEY + " needs {} of host memory for the optimizer's state", cure)

@@ -175,7 +175,7 @@ def chosen_blocks(which: str | Mapping[str, Any], num_blocks: int, key: str = _K
                     f"use numbers from {-num_blocks} to {num_blocks - 1}; negative ones count from the end",
                 )
             return sorted({number % num_blocks for number in value})
-    raise RecipeError(f"{key}: {which!r} is not known", f"one of {_KINDS}")
+    raise RecipeError(f"{key}: {which!r} is not valid", f"use one of {_KINDS}")
 
 
 def _stop_own_checkpointing(model: nn.Module) -> None:

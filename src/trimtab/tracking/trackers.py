@@ -42,7 +42,7 @@ def build_trackers(log_with: Any, folder: Path | None) -> list[Tracker]:
             continue
         if choice not in ("journal", "mlflow", "all"):
             raise RecipeError(
-                f"log_with={choice!r} is not known",
+                f"log_with={choice!r} is not valid",
                 'use "mlflow", "journal" (a metrics.jsonl file), or an object with start, log and finish',
             )
         if choice in ("journal", "all"):
@@ -64,7 +64,7 @@ def set_up(trackers: list[Tracker], settings: dict[str, Any] | None) -> None:
     if unknown:
         raise RecipeError(
             f"init_kwargs has settings for {', '.join(unknown)}, which no tracker here takes",
-            "leave them out, or pass log_with a tracker object that has them already",
+            "leave them out, or pass a tracker object with these settings as log_with",
         )
     for name, values in given.items():
         takers[name].set_up(**values)

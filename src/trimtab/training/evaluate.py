@@ -168,7 +168,7 @@ class _Sums:
 
 def _no_logits(own: Mapping[str, OwnMetric]) -> LossError:
     return LossError(
-        f"{', '.join(own)} need the logits of the model, and this loss computes none",
+        f"{', '.join(own)} need the logits of the model, but this loss computes none",
         "memory.loss: plain",
     )
 

@@ -61,7 +61,7 @@ def explain_nonfinite(step: int, rows: str, has_fp16: bool, good: str) -> str:
         "  likely causes, and what to try:\n"
         "  1. the learning rate is too high or rises too fast: train.lr, train.warmup\n"
         f"  2. values too large for the precision: {precision}\n"
-        "  3. rows that cannot be learnt from (empty, broken, without labels): look at that file; "
+        "  3. rows that cannot be learned from (empty, broken, without labels): look at that file; "
         "train.on_nan: skip skips such steps\n"
         f"  {good}"
     )

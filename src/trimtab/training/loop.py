@@ -164,7 +164,7 @@ class Trainer:
                 where = f"in the optimizer at step {self.state.step + 1}"
                 drawn = self._memory_guard.draw_now(error, where)
                 raise DoesNotFit(
-                    f"out of memory {where}, with some of the weights changed already\n"
+                    f"out of memory {where}, with some of the weights already changed\n"
                     f"  cure: resume from the last checkpoint with a larger memory.budget or a smaller "
                     f"memory.micro_batch{drawn}"
                 ) from error
@@ -185,7 +185,7 @@ class Trainer:
         step, saved = self.state.step + 1, self._outputs.checkpoints.newest()
         if saved is None:
             raise DoesNotFit(
-                f"{failure} in backward at step {step}, with some of the weights updated already, and there is no "
+                f"{failure} in backward at step {step}, with some of the weights already updated, and there is no "
                 f"checkpoint to restart from\n  cure: start again with a shorter checkpoint.every, {CURES}"
             )
         what, newline, drawn = self._memory_guard.shrink(failure, f"in backward at step {step}").partition("\n")

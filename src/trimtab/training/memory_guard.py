@@ -277,7 +277,7 @@ class MemoryGuard:
         if state["planned"] != self._planned:
             return
         if state["micro_batch"] < self._sampler.micro_batch_size:
-            say(f"memory ran out before: micro-batch size {state['micro_batch']} instead of {self._planned}")
+            say(f"memory ran out earlier: micro-batch size {state['micro_batch']} instead of {self._planned}")
             self._sampler.set_micro_batch_size(state["micro_batch"])
         if self._evaluator is not None and state["evaluation"] is not None:
             self._evaluator.num_rows = min(state["evaluation"], self._evaluator.num_rows or state["evaluation"])

@@ -25,7 +25,7 @@ def build_progress(mode: str) -> Progress:
     if mode not in MODES:
         near = difflib.get_close_matches(mode.lower(), MODES, n=1)
         meant = f"; did you mean {near[0]}?" if near else ""
-        raise RecipeError(f"progress={mode!r} is not known{meant}", f"one of {', '.join(MODES)}")
+        raise RecipeError(f"progress={mode!r} is not valid{meant}", f"use one of {', '.join(MODES)}")
     if draws_bars(mode):
         return BarProgress()
     if mode == "json":

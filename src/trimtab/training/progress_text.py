@@ -36,7 +36,7 @@ def metrics_text(line: StepLine) -> str:
         f"epoch {line.epoch:.2f}",
         f"loss {_precise(line.loss)}",
         f"lr {line.lr:.1e}" if line.lr else "lr 0",
-        "" if line.grad_norm is None else f"norm {_short(line.grad_norm)}",
+        "" if line.grad_norm is None else f"grad norm {_short(line.grad_norm)}",
         f"{line.tokens_per_s:,.0f} tokens/s",
         memory,
         f"skipped {line.num_skipped}",

@@ -45,7 +45,7 @@ def resume_trainer(trainer: Trainer, engine: Engine, beginning: StartPoint) -> i
         trainer.loop_state.end_as_saved()
         if trainer.state.should_stop:
             reason = trainer.state.stop_reason
-            say(f"the run has ended already ({reason}); to continue: --set train.epochs=… or early_stopping.patience=…")
+            say(f"the run has already ended ({reason}); to continue: --set train.epochs=… or early_stopping.patience=…")
     if beginning.is_branch and engine.decide_on_main_process(lambda: _set_aside_newer_best(beginning.path, step)):
         trainer.best_model.forget()
     if step >= trainer.state.num_steps:

@@ -260,7 +260,7 @@ def test_no_special_token_ends_an_answer(fresh_gpt, said):
     _, dataset = encoded([TWO_TURNS[:2]], fresh_gpt)
     assert learnt(dataset, fresh_gpt) == [" paris\n"]  # the token of the first word holds the space of the prompt
     assert len(said) == 1
-    assert "1 conversation(s) have an answer that no special token ends" in said[0]
+    assert "1 conversation(s) have an answer that does not end with a special token" in said[0]
 
 
 def test_a_greeting_carries_loss(fresh_gpt):

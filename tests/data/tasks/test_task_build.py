@@ -58,7 +58,7 @@ def test_guessed_where_clear(columns, task, roles):
     built = build_task(None, make_rows(**columns))
     assert (built.name, built.columns) == (task, roles)
     assert built.notes[0].startswith(f"task {task}: ")
-    assert built.notes[0].endswith("(guessed; set task to change)")
+    assert built.notes[0].endswith("(guessed; set task to change it)")
     assert all("guessed" in line or "labels (" in line for line in built.notes)
     assert len(built.notes) >= 2
 
@@ -87,7 +87,7 @@ def test_a_named_task_lets_more_be_guessed():
     task = build_task("classify", rows, text="utterances")
     assert task.columns == {"text": "utterances", "label": "kind"}
     assert task.notes == [
-        "label: column 'kind' (guessed; set data.label to change)",
+        "label: column 'kind' (guessed; set data.label to change it)",
         "2 labels ('a', 'b'), one label per row",
     ]
 

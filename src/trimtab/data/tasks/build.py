@@ -90,7 +90,7 @@ def build_task(
     notes: list[str] = []
     if name is None:
         name, reason = _guess_task(rows, named)
-        notes.append(f"task {name}: {reason} (guessed; set task to change)")
+        notes.append(f"task {name}: {reason} (guessed; set task to change it)")
     task: Task
     if name in ("classify", "regress"):
         task = _build_labelled(name, rows, named, notes, on_bad_rows)
@@ -220,7 +220,7 @@ def _choose_label(rows: Rows, named: _NamedColumns, notes: list[str]) -> str:
             f"{rows.origin}: cannot tell which column is the label; the columns are {list_values(rows.names)}",
             "set data.label to its name",
         )
-    notes.append(f"label: column {label!r} (guessed; set data.label to change)")
+    notes.append(f"label: column {label!r} (guessed; set data.label to change it)")
     return label
 
 
@@ -246,7 +246,7 @@ def _choose_conversations(rows: Rows, named: _NamedColumns, notes: list[str]) ->
     elif named.prompt is None and named.answer is None:
         column = _find_messages(rows)
         if column is not None:
-            notes.append(f"conversations: column {column!r} (guessed; set data.messages to change)")
+            notes.append(f"conversations: column {column!r} (guessed; set data.messages to change it)")
     if column is None:
         return _choose_prompts(rows, named, notes)
     tools = next((name for name in rows.names if name == "tools" and _contains_lists(rows, name)), None)
@@ -273,7 +273,7 @@ def _choose_prompts(rows: Rows, named: _NamedColumns, notes: list[str]) -> Promp
     system = next((name for name in rows.names if name.casefold() in ("system", "system_prompt")), None)
     if named.prompt is None or named.answer is None:
         found = f"prompts: {list_values(prompts)}, answers: {answer!r}"
-        notes.append(f"{found} (guessed; set data.prompt and data.answer to change)")
+        notes.append(f"{found} (guessed; set data.prompt and data.answer to change it)")
     if system is not None:
         notes.append(f"system prompts: column {system!r} (guessed)")
     return PromptColumns(prompts, answer, system)
@@ -293,5 +293,5 @@ def _build_seq2seq(rows: Rows, named: _NamedColumns, notes: list[str], on_bad_ro
     require(rows, source, "data.text")
     require(rows, target, "data.target")
     if named.text is None or named.target is None:
-        notes.append(f"source: {source!r}, target: {target!r} (guessed; set data.text and data.target to change)")
+        notes.append(f"source: {source!r}, target: {target!r} (guessed; set data.text and data.target to change it)")
     return Seq2Seq(source, target, notes, on_bad_rows)

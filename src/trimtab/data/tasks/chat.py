@@ -76,11 +76,11 @@ class Chat(Task):
         dataset.num_truncated = counts["truncated"]
         if counts["unended"]:
             say(
-                f"{rows.origin}: {counts['unended']} conversation(s) have an answer that no special token ends: the "
-                "model may not learn to stop; check the chat template"
+                f"{rows.origin}: {counts['unended']} conversation(s) have an answer that does not end with a "
+                "special token: the model may not learn to stop; check the chat template"
             )
         if counts["answerless"]:
-            say(f"{rows.origin}: {counts['answerless']} conversation(s) dropped: no token of them is part of an answer")
+            say(f"{rows.origin}: {counts['answerless']} conversation(s) dropped: no token is part of an answer")
         if len(dataset) == 0:
             raise DataError(f"{rows.origin}: no conversation with an answer is left", "fix the skipped rows")
         return dataset

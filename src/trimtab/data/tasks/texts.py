@@ -95,7 +95,7 @@ def choose_text(
         return TextColumns([require(rows, name, "data.text") for name in names])
     pair = find_pair(rows, PAIR_NAMES) if pairs else None
     if pair is not None and not set(pair) & set(besides):
-        notes.append(f"sentence pairs: columns {pair[0]!r} and {pair[1]!r} (guessed; set data.text to change)")
+        notes.append(f"sentence pairs: columns {pair[0]!r} and {pair[1]!r} (guessed; set data.text to change it)")
         return TextColumns(pair)
     name = find_text(rows, besides)
     if name is None:
@@ -103,5 +103,5 @@ def choose_text(
             f"{rows.origin}: cannot tell which column is the text; the columns are {list_values(rows.names)}",
             "set data.text to its name" + (" (or to a list of two for sentence pairs)" if pairs else ""),
         )
-    notes.append(f"text: column {name!r} (guessed; set data.text to change)")
+    notes.append(f"text: column {name!r} (guessed; set data.text to change it)")
     return TextColumns([name])

@@ -220,7 +220,7 @@ class PeerMonitor(Monitor):
         noticed = f"{type(error).__name__}: {_first_sentence(error)}"
         if cause is None:
             return PeerError(f"a collective failed in rank {self._rank}, and all other ranks are alive: {noticed}")
-        return PeerError(f"{cause}\n  rank {self._rank} noticed it by {noticed}")
+        return PeerError(f"{cause}\n  rank {self._rank} saw: {noticed}")
 
     def failed(self, error: BaseException) -> None:
         """Report that this rank ends because of `error`."""

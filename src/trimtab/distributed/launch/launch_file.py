@@ -79,14 +79,16 @@ KEYS = {
         DEFAULT_PORT,
         _LAST_PORT,
     ),
-    "max_restarts": _number(0, "How often all processes are restarted after one has failed.", 0),
+    "max_restarts": _number(0, "Maximum number of restarts of all processes after a failure.", 0),
     "log_dir": Key(
         "a folder",
         lambda value: isinstance(value, str) and bool(value.strip()),
         "Rank 0 prints to the terminal; the output of the other ranks goes to files here.",
         DEFAULT_LOG_DIR,
     ),
-    "cpu": Key("true or false", lambda value: isinstance(value, bool), "Train on the CPU even with GPUs.", "false"),
+    "cpu": Key(
+        "true or false", lambda value: isinstance(value, bool), "Train on the CPU even if there are GPUs.", "false"
+    ),
 }
 # Keys of Accelerate's config file and of other launchers. Each gets an answer and none is converted: num_processes, for
 # example, counts all hosts, processes a single one.
@@ -148,7 +150,7 @@ def read_launch_file(path: Path | None) -> LaunchFile:
         return LaunchFile()  # only comments
     document = read_yaml(text, str(path), "write a mapping such as {processes: 2}, or use `trimtab config`")
     problems = [
-        f"{place}: {key}: given twice, first in line {first}; keep one" for key, place, first in document.duplicates
+        f"{place}: {key}: given twice, first on line {first}; keep one" for key, place, first in document.duplicates
     ]
     values = {}
     for name, value in document.values.items():

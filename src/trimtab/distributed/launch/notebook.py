@@ -71,8 +71,8 @@ def launch(
     place = read_rank_info()
     if place.num_processes > 1:
         raise RecipeError(
-            f"trimtab.launch was called on rank {place.rank} of {place.num_processes}, which was launched already",
-            "call the function itself here, and trimtab.launch only in the process that you start by hand",
+            f"trimtab.launch was called on rank {place.rank} of {place.num_processes}, which is already launched",
+            "call the function itself here, and trimtab.launch only in the process that you start yourself",
         )
     if not callable(fn):
         raise RecipeError(

@@ -157,9 +157,9 @@ def _read_scheduler(environ: Mapping[str, str]) -> tuple[dict[str, tuple[Any, st
     one_per_host = re.fullmatch(r"1(\(x[0-9]+\))?", environ.get("SLURM_STEP_TASKS_PER_NODE", "1"))
     if place.launcher == "torchrun" or place.local_world_size > 1 or not one_per_host:
         by = {"torchrun": "torchrun or trimtab launch", "slurm": "srun"}.get(place.launcher, "RANK and WORLD_SIZE")
-        cure = "run the script, or `trimtab train`, itself"
+        cure = "run the script or `trimtab train` directly"
         cure += "; or srun with --ntasks-per-node=1" if place.launcher == "slurm" else ""
-        return {}, None, f"this process is already one of {place.num_processes}, by {by}: {cure}"
+        return {}, None, f"this process is already one of {place.num_processes}, started by {by}: {cure}"
     origin = {"slurm": "SLURM", "environment": "WORLD_SIZE …"}[place.launcher]
     hosts = {"num_hosts": place.num_processes, "host_index": place.rank, "address": place.address, "port": place.port}
     return {**{name: (value, origin) for name, value in hosts.items()}, **found}, place.job, ""

@@ -215,7 +215,7 @@ def _length(value: Any, section: Mapping[str, Any]) -> Answer:
 def _special_tokens(value: Any, section: Mapping[str, Any]) -> Answer:
     if isinstance(value, Mapping) and set(value) <= {"pad_token"}:
         return left_out("a pad token is chosen if the tokenizer has none")
-    return left_out("set them in the folder of the tokenizer, and name it as model.tokenizer", is_lost=True)
+    return left_out("set them in the folder of the tokenizer, and set model.tokenizer to it", is_lost=True)
 
 
 def chat_template(value: Any, section: Mapping[str, Any]) -> Answer:

@@ -186,7 +186,7 @@ HF_SCRIPTS: dict[str, Rule] = {
         "prefix_projection encoder_hidden_size",
         omit("prefixes are trained without a projection, and P-tuning is not supported"),
     ),
-    "feedforward_modules": omit("found by the type of the model, or by their shapes"),
+    "feedforward_modules": omit("detected from the type of the model, or from their shapes"),
     **all_of("load_in_4bit use_4bit", write("adapter", if_on("qlora", "none"))),
     "load_in_8bit": lose(
         "int8 base weights are not supported; adapter: {kind: lora, base: fp8} uses fp8, adapter: qlora 4 bits"

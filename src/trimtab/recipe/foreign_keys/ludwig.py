@@ -69,7 +69,7 @@ LUDWIG: dict[str, Rule] = {
     "sample_size": lambda value, section: Answer(f"slice the data: data.train: 'FILE[:{value}]'", is_lost=True),
     "probabilities": write("data.eval_share", lambda value: value[1] if isinstance(value, list) and value[1:] else 0.1),
     "preprocessing": omit("tokens, lengths and labels are prepared by the task"),
-    "model_type": omit("task names what is trained"),
+    "model_type": omit("task is the training objective"),
     "postprocessor": omit("`trimtab merge RUN FOLDER` merges an adapter"),
     "learning_rate_scheduler": omit("train.schedule and train.warmup"),
     "evaluate_training_set": AUTOMATIC,

@@ -11,7 +11,7 @@ def origin_tags(folder: Path) -> dict[str, str]:
     try:
         user = getpass.getuser()
     except (OSError, KeyError):  # a container without user names
-        user = "not known"
+        user = "unknown"
     return {"mlflow.source.name": Path(sys.argv[0]).name, "mlflow.user": user, "trimtab.folder": str(folder)}
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _PAGE = 100  # results per request, which every MLflow search allows
 _EVAL = "eval_"  # prefix of metrics on eval rows in the journal
-_NAME_IT = "name the metric: --metric accuracy, best:EXPERIMENT?metric=accuracy"
+_NAME_IT = "set the metric: --metric accuracy, or best:EXPERIMENT?metric=accuracy"
 
 
 @dataclass(frozen=True)

@@ -122,9 +122,9 @@ def pull_model(text: str, folder: Path, *, metric: str | None = None, uri: str |
         uri: The server.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise RecipeError(f"{folder} is not empty", "name a new folder")
+        raise RecipeError(f"{folder} is not empty", "pass a new folder")
     if metric is not None and (text.startswith(MODELS) or _BY in text):
-        raise RecipeError(f"--metric has no effect on {text!r}, which names a model", "leave --metric out")
+        raise RecipeError(f"--metric has no effect on {text!r}, which names a model", "remove --metric")
     if not text.startswith(MODELS):
         text = best_name(text.removeprefix(BEST), metric)
     found = find_model(text, uri)
@@ -169,14 +169,14 @@ def _server(uri: str | None) -> Iterator[tuple["MlflowClient", str]]:
             failure = describe_failure(error, address)
             if failure.is_gone:
                 raise ModelError(failure.words, "list what exists: trimtab ui") from error
-            cure = failure.cure or "start it, or name another: --uri ADDRESS, MLFLOW_TRACKING_URI, or track.uri"
+            cure = failure.cure or "start it, or use another: --uri ADDRESS, MLFLOW_TRACKING_URI, or track.uri"
             raise ModelError(f"the tracking server did not respond: {failure.words}", cure) from error
 
 
 def _find_best(client: "MlflowClient", uri: str, text: str) -> TrackedModel:
     name, separator, metric = text.removeprefix(BEST).partition(_BY)
     if not name or (separator and not metric):
-        raise RecipeError(f"{text!r} does not name a model", "write best:EXPERIMENT, or best:EXPERIMENT?metric=f1")
+        raise RecipeError(f"{text!r} is not the name of a model", "write best:EXPERIMENT, or best:EXPERIMENT?metric=f1")
     ranking = rank_experiment(client, uri, name, metric or None)
     best = next((run for run in ranking.runs if run.value is not None and run.model_id is not None), None)
     if best is None:
@@ -199,7 +199,9 @@ def _find_registered(client: "MlflowClient", uri: str, text: str) -> TrackedMode
     if not at:
         name, _, number = rest.rpartition("/")
         if not name or not number.isdecimal():
-            raise RecipeError(f"{text!r} does not name a version", f"write {MODELS}NAME@{ALIAS}, or {MODELS}NAME/3")
+            raise RecipeError(
+                f"{text!r} is not the name of a version", f"write {MODELS}NAME@{ALIAS}, or {MODELS}NAME/3"
+            )
     version = _version(client, uri, name, alias, number)
     exact = MODELS + (model_id_of(version) or f"{name}/{version.version}")
     return TrackedModel(text, uri, exact, f"version {version.version} of {name}")

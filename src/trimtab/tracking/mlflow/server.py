@@ -133,7 +133,7 @@ class MlflowServer:
         if found is None or found.lifecycle_stage == "deleted":
             raise ExperimentDeleted(
                 f"the experiment {name} was deleted on {redact(self.uri)}",
-                "restore it there, or set another track.experiment",
+                "restore it, or set another track.experiment",
             )
         return str(found.experiment_id)
 
@@ -243,7 +243,7 @@ def describe_failure(error: Exception, uri: str) -> UploadFailure:
         cure = "set MLFLOW_TRACKING_TOKEN, or MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
         return UploadFailure(f"{server} rejects the credentials", cure)
     if code == "RESOURCE_DOES_NOT_EXIST":
-        return UploadFailure(f"{server} does not have it: {text[:200]}", is_gone=True)
+        return UploadFailure(f"{server} does not have this object: {text[:200]}", is_gone=True)
     if code == "ENDPOINT_NOT_FOUND":
         return UploadFailure(f"{server} responds, but is not an MLflow server", "correct track.uri")
     if code in _INVALID:

@@ -84,9 +84,9 @@ class MlflowTracker:
         if others:
             known = "uri, run_name, parent, nested_run, resume, tags, description, logging_dir"
             cure = "to resume a run, pass resume=True and its run_name" if "run_id" in others else f"it takes {known}"
-            raise RecipeError(f"init_kwargs['mlflow'] has {', '.join(sorted(others))}, which is not known", cure)
+            raise RecipeError(f"init_kwargs['mlflow'] has {', '.join(sorted(others))}, which is not supported", cure)
         if resume and run_name is None:
-            raise RecipeError("resume=True does not say which run", "name it: run_name=…")
+            raise RecipeError("resume=True needs the name of the run", "pass run_name=…")
         if run_name is not None and (not run_name.strip("./ ") or "/" in run_name):
             raise RecipeError(f"run_name={run_name!r} is not a valid folder name", "leave out slashes")
         self._uri = uri or self._uri
@@ -189,7 +189,7 @@ def _active_run() -> str:
     """Return the id of the run that is active in mlflow, without importing mlflow."""
     active = sys.modules["mlflow"].active_run() if "mlflow" in sys.modules else None
     if active is None:
-        raise RecipeError("nested_run=True, and no run is active in mlflow", "name its id: parent=…")
+        raise RecipeError("nested_run=True, but no run is active in mlflow", "pass the ID of the parent run: parent=…")
     return str(active.info.run_id)
 
 

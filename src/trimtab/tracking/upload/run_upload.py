@@ -136,7 +136,7 @@ class RunUpload:
         run = read_status(self._folder) or {}
         tags = {f"trimtab.{key}": str(run[key]) for key in _STATUS_TAGS if run.get(key) is not None}
         if status == "FAILED":
-            tags[ERROR_TAG] = reason or "not known"
+            tags[ERROR_TAG] = reason or "unknown"
         else:
             server.drop_tag(run_id, ERROR_TAG)
         server.set_tags(run_id, tags | {"trimtab.state": state})
