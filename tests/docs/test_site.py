@@ -116,6 +116,15 @@ def test_a_page_outside_the_navigation_is_an_error():
         navigation(sections, {})
 
 
+def test_every_page_of_the_navigation_has_a_title_of_its_own():
+    staging = Staging(ROOT)
+    staging.collect()
+    titles = {name: text.partition("\n")[0] for name, text in staging.pages.items() if name != "readme.md"}
+    assert len(titles) > 50
+    twice = {title for title in titles.values() if list(titles.values()).count(title) > 1}
+    assert not {name: title for name, title in titles.items() if title in twice}
+
+
 def test_links_that_leave_docs_lead_to_pages_of_the_site(tmp_path):
     for name, text in {
         "docs/deep/page.md": "`[no](x.md)` [a](../../tool.py) [b](../other.md#b) ![c](c.png)\n```\n[no](x.md)\n```\n",
