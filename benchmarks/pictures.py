@@ -4,6 +4,7 @@ With the files of benchmarks/peers.py as arguments it draws their speed, each to
 """
 
 import json
+import math
 import statistics
 import sys
 from pathlib import Path
@@ -150,11 +151,10 @@ def draw_clustering(path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    pyplot.rcParams |= {"font.size": 9, "axes.edgecolor": MUTED, "text.color": TEXT}
+    pyplot.rcParams |= {"svg.hashsalt": "trimtab", "font.size": 9, "axes.edgecolor": MUTED, "text.color": TEXT}
     models = json.loads((RESULTS / "clustering.json").read_text())["models"]
     models = {title: model for title, model in models.items() if _num_widths(model["results"]) > 1}
-    width = 4.2 * len(models)
-    figure, panels = pyplot.subplots(1, len(models), figsize=(width, 3.9), facecolor="white", squeeze=False)
+    figure, panels = pyplot.subplots(1, len(models), figsize=(9.2, 3.9), facecolor="white", squeeze=False)
     for axes, (title, model) in zip(panels[0], models.items(), strict=True):
         series: dict[str, list[tuple[float, float]]] = {}
         for row in model["results"]:
@@ -167,13 +167,17 @@ def draw_clustering(path: Path) -> None:
             line = "none" if name == "nf4" else "-"
             axes.plot(bits, divergence, label=label, color=color, marker=marker, linestyle=line, linewidth=1)
         axes.set_yscale("log")
-        axes.set_xlabel("bits a weight, palettes and scales included")
-        axes.set_title(title.partition(", ")[0], fontsize=9)
+        bottom, top = axes.get_ylim()
+        axes.set_ylim(10 ** math.floor(math.log10(bottom)), 10 ** math.ceil(math.log10(top)))  # whole powers of ten
+        axes.minorticks_off()
+        axes.set_title(title.partition(", ")[0].partition(" that ")[0], fontsize=9)
         axes.spines[["top", "right"]].set_visible(False)
     panels[0][0].set_ylabel("mean KL divergence from the original")
-    panels[0][0].legend(frameon=False, fontsize=8)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110, metadata={"Software": None})
+    panels[0][len(models) // 2].set_xlabel("bits a weight, palettes and scales included")
+    handles, labels = panels[0][0].get_legend_handles_labels()
+    figure.tight_layout(rect=(0, 0.13, 1, 1))
+    figure.legend(handles, labels, loc="lower center", ncols=4, frameon=False)
+    figure.savefig(path, metadata={"Date": None})
     pyplot.close(figure)
 
 
@@ -279,6 +283,6 @@ if __name__ == "__main__":
     else:
         draw_accuracy(IMAGES / "predicted-against-measured.svg")
         draw_precisions(IMAGES / "precisions-h200.svg")
-        draw_clustering(IMAGES / "clustering.png")
+        draw_clustering(IMAGES / "technique-clustering.svg")
         draw_forms(IMAGES / "technique-quantization.svg")
         draw_padding(IMAGES / "technique-padding.svg")

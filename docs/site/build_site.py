@@ -23,6 +23,25 @@ from staging import BrokenLinks, Staging
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).resolve().parent
 
+# A server shows this page at any address, and the site may be at any path of it: Zensical's own page would look for its
+# styles at the root of the server. Links lead to the version of the address, or else to the folder of all versions.
+NOT_FOUND = """<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<title>Page not found - trimtab</title>
+<style>body { font: 1rem/1.6 system-ui, sans-serif; max-width: 40rem; margin: 15vh auto; padding: 0 1rem }</style>
+<h1>Page not found</h1>
+<p>There is no page at this address; it may have another name in this version.</p>
+<p><a id="start" href="index.html">Go to the first page</a>: its search finds pages, keys and error messages.</p>
+<script>
+const version = location.pathname.match(/^.*?\\/\\d+\\.\\d+\\.\\d+\\//);
+if (version) document.getElementById("start").href = version[0] + "index.html";
+</script>
+</html>
+"""
+
 
 class BuildError(Exception):
     """The site cannot be built; the message is for the author of a page."""
@@ -52,6 +71,8 @@ def build(folder: Path, root: Path = ROOT) -> Path:
     shutil.rmtree(target, ignore_errors=True)
     shutil.move(work / "site", target)
     write_versions(folder, version)
+    for place in (folder, target):
+        (place / "404.html").write_text(NOT_FOUND)
     return target
 
 

@@ -21,11 +21,21 @@ def python_page() -> str:
     parts = [_function(name, value, "##") for name, value in functions.items()]
     parts += [_class(name, value) for name, value in sorted(classes.items())]
     sections = "\n\n".join(parts)
+    rows = [_row(name, value, name.lower()) for name, value in functions.items()]
+    # The headings of `plan` and of the class `Plan` differ in case only: the second one gets a number.
+    for name, value in sorted(classes.items()):
+        rows.append(_row(name, value, name.lower() + "_1" * (name.lower() in functions)))
+    summary = "\n".join(rows)
     return f"""# Python
 
 `import trimtab` is cheap: each name below imports its module at its first use. `trimtab.__version__` is
 {trimtab.__version__!r}. Your own loops use [`Engine`](engine.md); exceptions are listed with their
-[exit codes](exit-codes.md).
+[exit codes](exit-codes.md). To begin with, read [`fit`](#fit), [`load`](#load), [`plan`](#plan) and
+[`Recipe`](#recipe).
+
+| name | what it is |
+|---|---|
+{summary}
 
 {sections}
 """
@@ -37,7 +47,20 @@ def engine_page() -> str:
     return f"""# Engine
 
 Accelerate's methods, for your own loop: [the tutorial](../tutorials/own-loop.md),
-[Accelerate's scripts](../accelerate.md).
+[Accelerate's scripts](../accelerate.md). Most loops need these:
+
+| in the loop | method |
+|---|---|
+| before it | [`prepare`](#prepare) model, optimizer, loader and scheduler; [`init_trackers`](#init_trackers) |
+| a step | [`accumulate`](#accumulate), [`backward`](#backward), [`clip_grad_norm_`](#clip_grad_norm_); \
+with CUDA graphs [`forward_backward`](#forward_backward) |
+| evaluation | [`gather_for_metrics`](#gather_for_metrics), [`log`](#log) |
+| checkpoints | [`save_state`](#save_state), [`load_state`](#load_state) |
+| the result | [`save_model`](#save_model), [`unwrap_model`](#unwrap_model), [`end_training`](#end_training) |
+| several processes | [`is_main_process`](#is_main_process), [`wait_for_everyone`](#wait_for_everyone), \
+[`print`](#print) |
+
+All of it:
 
 {_fenced("Engine", trimtab.Engine)}
 
@@ -45,6 +68,12 @@ Accelerate's methods, for your own loop: [the tutorial](../tutorials/own-loop.md
 
 {methods}
 """
+
+
+def _row(name: str, value: Any, anchor: str) -> str:
+    """A line of the table of names: a link to the section, and the first paragraph of it."""
+    paragraph = markdown_of(value.__doc__).partition("\n\n")[0]
+    return f"| [`{name}`](#{anchor}) | {' '.join(paragraph.split())} |"
 
 
 def _returned_class(function: Any) -> type | None:
@@ -75,11 +104,11 @@ def _member(name: str, value: Any, level: str) -> str:
 
 
 def _members(kind: type) -> list[tuple[str, Any]]:
-    """Public methods and properties that trimtab defines, in the order of the code."""
+    """Public methods and properties that trimtab defines: those of the class itself, then those of its bases."""
     found: dict[str, Any] = {}
-    for parent in reversed(kind.__mro__):
+    for parent in kind.__mro__:
         if parent.__module__.startswith("trimtab.") and not issubclass(parent, BaseException):
-            found |= vars(parent)
+            found |= {name: value for name, value in vars(parent).items() if name not in found}
     members = [(name, value) for name, value in found.items() if not name.startswith("_")]
     members = [(name, getattr(value, "__func__", value)) for name, value in members]
     return [(name, value) for name, value in members if inspect.isfunction(value) or isinstance(value, property)]

@@ -24,21 +24,35 @@ A recipe is one YAML file, or the same settings as flags (`--set train.lr=3e-5`)
 
 Names of metrics are in [training.md](training.md#metrics), keys that save memory or time in
 [techniques.md](techniques.md), terms in [glossary.md](glossary.md).
-
+"""
+TABLE = """
 | key | allowed | default | meaning |
 |---|---|---|---|
 """
 
 
-def rows() -> list[str]:
-    found = []
+# Keys without a section, and the table that they are in.
+SINGLE = {"model": "model and task", "task": "model and task", **dict.fromkeys(("seed", "name", "out"), "the run")}
+
+
+def page() -> str:
+    """One table for each section of a recipe."""
+    sections: dict[str, list[str]] = {}
+    for dotted, row in rows().items():
+        name = dotted.partition(".")[0]
+        sections.setdefault(SINGLE.get(name, name), []).append(row)
+    return HEAD + "".join(f"\n## {name}\n{TABLE}" + "\n".join(found) + "\n" for name, found in sections.items())
+
+
+def rows() -> dict[str, str]:
+    found = {}
     for key in keys_of(Recipe):
         if key.section is not None and not key.field.description:
             continue
         required = key.field.is_required()
         default = "" if required else _shown(key.field.get_default(call_default_factory=True))
         cells = [f"`{key.dotted}`", key.allowed, default, key.field.description or ""]
-        found.append("| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |")
+        found[key.dotted] = "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
     return found
 
 
@@ -51,8 +65,8 @@ def _shown(value: object) -> str:
 
 def test_the_page_is_the_schema():
     assert len(rows()) > 50
-    assert PAGE.read_text() == HEAD + "\n".join(rows()) + "\n", "run: python tests/docs/test_recipe_page.py"
+    assert PAGE.read_text() == page(), "run: python tests/docs/test_recipe_page.py"
 
 
 if __name__ == "__main__":
-    PAGE.write_text(HEAD + "\n".join(rows()) + "\n")
+    PAGE.write_text(page())

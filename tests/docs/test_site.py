@@ -44,6 +44,14 @@ def test_it_shows_its_version_and_the_changelog(site):
 
 
 @pytest.mark.slow
+def test_a_page_that_is_not_there_leads_back_from_any_path_of_a_server(site):
+    for place in (site, site.parent):
+        text = (place / "404.html").read_text()
+        assert "Page not found" in text
+        assert not re.findall(r"""(?:href|src)=["']?/""", text), "the root of a server need not be the site"
+
+
+@pytest.mark.slow
 def test_nothing_is_fetched_from_elsewhere(site):
     """Scripts, styles, fonts and images: all are files of the site. Links that a reader may follow are not meant."""
     for path in (*site.rglob("*.html"), *site.rglob("*.css")):
@@ -71,7 +79,9 @@ def test_the_reference_has_every_command_and_every_name(site):
         assert name == "__version__" or f'id="{name.lower()}"' in text, name
     for method in ("prepare", "backward", "accumulate", "save_state", "gather_for_metrics"):
         assert f'id="{method}"' in text
-    assert "\n    gradient_accumulation_steps: int = 1,\n" in engine_page()
+    engine = engine_page()
+    assert "\n    gradient_accumulation_steps: int = 1,\n" in engine
+    assert engine.index("## prepare\n") < engine.index("## print\n"), "what a loop needs comes first"
     assert "75" in (site / "reference" / "exit-codes.html").read_text()
 
 
@@ -104,6 +114,15 @@ def test_a_page_outside_the_navigation_is_an_error():
         navigation(sections, pages | {"forgotten.md": ""})
     with pytest.raises(BuildError, match=r"do not exist: first.md"):
         navigation(sections, {})
+
+
+def test_every_page_of_the_navigation_has_a_title_of_its_own():
+    staging = Staging(ROOT)
+    staging.collect()
+    titles = {name: text.partition("\n")[0] for name, text in staging.pages.items() if name != "readme.md"}
+    assert len(titles) > 50
+    twice = {title for title in titles.values() if list(titles.values()).count(title) > 1}
+    assert not {name: title for name, title in titles.items() if title in twice}
 
 
 def test_links_that_leave_docs_lead_to_pages_of_the_site(tmp_path):
