@@ -12,8 +12,9 @@ import pytest
 from trimtab.recipe.load import LoadedRecipe, render_resolved_yaml
 from trimtab.recipe.schema import Recipe
 from trimtab.report.page.charts import thin_out, training_charts
-from trimtab.report.page.data_section import data_card, held_out_rows
+from trimtab.report.page.data_section import data_card
 from trimtab.report.page.document import document, escape, number, section, table
+from trimtab.report.page.held_out_section import held_out_rows
 from trimtab.report.page.plan_section import comparison_with_prediction, plan_section
 from trimtab.report.page.run_files import RunFiles, read_recipe
 from trimtab.report.page.run_page import run_tiles
@@ -147,10 +148,35 @@ def test_a_card_without_labels_and_held_out_rows():
     assert data_card({}) == held_out_rows({}) == ""
 
 
+def diagonal(labels):
+    """Every label confused once with the next one, and right three times."""
+    num = len(labels)
+    counts = [[3 * (row == column) + (column == (row + 1) % num) for column in range(num)] for row in range(num)]
+    return {"step": 7, "num_rows": 4 * num, "labels": labels, "confusion": counts}
+
+
+def test_a_matrix_of_few_labels_has_counts():
+    text = text_of(held_out_rows(diagonal(["good", "bad"])))
+    assert "8 held-out rows: 6 correct, 2 wrong (75.0% accuracy)" in text
+    assert "predicted → good bad good 3 1 bad 1 3" in text
+    long = "a label that is too long for the head of a column"
+    assert f"predicted → 1 2 1. {long} 3 1 2. bad 1 3" in text_of(held_out_rows(diagonal([long, "bad"])))
+
+
+def test_a_matrix_of_many_labels_is_a_heat_map():
+    labels = [f"label <{number}>" for number in range(77)]
+    page = held_out_rows(diagonal(labels))
+    assert page.count("<title>") == 2 * 77
+    assert "<title>true label &lt;5&gt;, predicted label &lt;6&gt;: 1 of 4</title>" in page
+    text = text_of(page)
+    assert "Most frequent confusions true predicted rows label &lt;0&gt; label &lt;1&gt; 1" in text
+    assert "Scores of all 77 labels, the lowest F1 first" in text
+
+
 def test_values_that_are_not_finite_are_dashes():
     assert [number(value) for value in (None, float("nan"), "nan", "Infinity", 0.25)] == ["–", "–", "–", "–", "0.2500"]
     row = {"loss": None, "label": "a", "predicted": "b", "text": "c", "location": "d:1"}
-    assert '<td class="n">–</td>' in held_out_rows({"step": 1, "num_rows": 1, "worst": [row]})
+    assert 'data-title="loss">–</td>' in held_out_rows({"step": 1, "num_rows": 1, "worst": [row]})
 
 
 def test_large_figures_have_no_exponents(tmp_path):

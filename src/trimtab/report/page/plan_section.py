@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
-from trimtab.report.page.document import paragraph, table
+from trimtab.report.page.document import fold, paragraph, table
 from trimtab.report.page.memory_bars import memory_bars
 from trimtab.report.page.run_files import RunFiles
 from trimtab.runs.plan import Plan
@@ -180,4 +180,4 @@ def _choices(run: RunFiles) -> str:
     if micro is not None:
         rows.insert(0, [micro.key, micro.value, str(run.plan.get("micro_batch_size", "")), micro.origin])
     found = table(["key", "in the recipe", "used", "set by"], rows, "kvv-")
-    return f"<details><summary>Every technique: in the recipe, and used</summary>{found}</details>" if rows else ""
+    return fold("All techniques: value in the recipe, and value used", found)

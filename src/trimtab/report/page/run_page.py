@@ -5,8 +5,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from trimtab.report.page.charts import places, training_charts
-from trimtab.report.page.data_section import data_card, held_out_rows, samples_section
+from trimtab.report.page.data_section import data_card
 from trimtab.report.page.document import document, escape, navigation, number, paragraph, section, table, tiles
+from trimtab.report.page.held_out_section import held_out_rows, samples_section
 from trimtab.report.page.plan_section import comparison_with_prediction, peak_of, plan_section
 from trimtab.report.page.recipe_section import recipe_section
 from trimtab.report.page.run_files import RunFiles
