@@ -189,19 +189,39 @@ def test_large_figures_have_no_exponents(tmp_path):
     one = dict((name, remark) for name, _, remark in run_tiles(RunFiles(tmp_path, status | {"step": 8}, "", "", plan)))
     assert one["Steps"] == "of 2,000, 1 epoch"
     assert found["Trainable"] == ("1,000 M", "of 1,500 B parameters")
-    assert found["Best f1"] == ("0.5000", "at step –")
+    assert found["Best held-out f1"] == ("0.5000", "at step –")
 
 
-@pytest.mark.parametrize("bounds", [(0.3, 0.30000000000000004), (0.3, 0.4), (1000.0, 1000.0000000000001), (0, 9e15)])
-def test_the_ticks_of_every_range_end(bounds):
+def run_in_node(expression):
+    """Evaluate JavaScript with the functions of the page that write numbers and ticks."""
     node = shutil.which("node")
     if node is None:
         pytest.skip("needs node, which runs the script of the page")
     script = files("trimtab.report.page").joinpath("page.js").read_text(encoding="utf-8")
-    functions = script[script.index("function shortly") : script.index("function logTicks")]
-    code = f"{functions} console.log(linearTicks({bounds[0]}, {bounds[1]}, 5).length)"
-    found = subprocess.run([node, "-e", code], capture_output=True, text=True, timeout=60, check=True)
-    assert 0 <= int(found.stdout) <= 11
+    functions = script[script.index("function shortly") : script.index("// ------", script.index("function logTicks"))]
+    code = f"{functions} console.log(JSON.stringify({expression}))"
+    return json.loads(subprocess.run([node, "-e", code], capture_output=True, text=True, timeout=60, check=True).stdout)
+
+
+@pytest.mark.parametrize("bounds", [(0.3, 0.30000000000000004), (0.3, 0.4), (1000.0, 1000.0000000000001), (0, 9e15)])
+def test_the_ticks_of_every_range_end(bounds):
+    assert len(run_in_node(f"linearTicks({bounds[0]}, {bounds[1]}, 5)")) <= 11
+
+
+@pytest.mark.parametrize(
+    ("ticks", "texts"),
+    [
+        ("linearTicks(0.6928, 0.6931, 3)", ["0.6928", "0.6929", "0.6930", "0.6931"]),  # a narrow range: no equal texts
+        ("linearTicks(0, 1e-3, 5)", ["0", "2e-4", "4e-4", "6e-4", "8e-4", "1e-3"]),
+        ("linearTicks(0, 1e30, 2)", ["0", "5e29", "1e30"]),
+        ("linearTicks(10000, 10002, 2)", ["10k", "10.001k", "10.002k"]),
+        ("linearTicks(0, 2e9, 2)", ["0", "1G", "2G"]),
+        ("logTicks(0.1, 100)", ["0.1", "1", "10", "100"]),
+        ("logTicks(1.25, 1.31)", ["1.25", "1.26", "1.27", "1.28", "1.29", "1.30", "1.31"]),  # no power of ten in it
+    ],
+)
+def test_the_texts_of_ticks_differ(ticks, texts):
+    assert [text for _, text in run_in_node(ticks)] == texts
 
 
 PLAN = {

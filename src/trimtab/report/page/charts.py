@@ -94,8 +94,9 @@ def places(charts: Sequence[Mapping[str, Any]]) -> str:
         return ""
     figures = "\n".join(f'<figure data-chart="{escape(one["id"])}"></figure>' for one in charts)
     tools = (
-        '<div class="tools"><span class="soft">By optimizer step. Drag to zoom, double-click to reset; hover or use '
-        'the arrow keys for values.</span><button type="button" data-reset hidden>reset zoom</button></div>'
+        '<div class="tools"><span class="soft">By optimizer step. Hover or tap for values, drag to zoom, double-click '
+        "to reset. Keyboard: Tab to a chart, then ← →, + −, Esc.</span>"
+        '<button type="button" data-reset hidden>reset zoom</button></div>'
     )
     hint = "<noscript><p>The curves need JavaScript. Their values are in metrics.jsonl.</p></noscript>"
     return f'{tools}{hint}\n<div class="charts">\n{figures}\n</div>'

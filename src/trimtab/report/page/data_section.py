@@ -3,9 +3,10 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from trimtab.report.page.document import bars, paragraph, table
+from trimtab.report.page.document import bars, fold, paragraph, table
 
-_MAX_LABELS = 40
+_MAX_LABELS = 200
+_MAX_UNFOLDED = 12  # labels of a table that is not folded
 
 
 def data_card(card: Mapping[str, Any]) -> str:
@@ -23,7 +24,7 @@ def data_card(card: Mapping[str, Any]) -> str:
     ]
     rows = [row for row in rows if any(cell != "–" for cell in row[1:])]
     columns = ", ".join(_column(role, names) for role, names in card.get("columns", {}).items())
-    facts = paragraph(f"Task: {card['task']}. {f'Columns: {columns}.' if columns else ''}")
+    facts = paragraph(f"Task: {card['task']}. {f'Columns: {columns}.' if columns else ''}{_how_split(sets)}")
     return (
         facts
         + '<div class="columns"><div>'
@@ -36,6 +37,12 @@ def data_card(card: Mapping[str, Any]) -> str:
 
 
 _LENGTHS = (("shortest", "shortest"), ("median", "median"), ("95% quantile of the", "p95"), ("longest", "longest"))
+
+
+def _how_split(sets: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
+    if all(of["num_rows"] == of["num_examples"] for _, of in sets):
+        return ""
+    return " An example is what the model sees as one sequence: rows are joined or split into examples."
 
 
 def _column(role: str, names: Any) -> str:
@@ -74,4 +81,8 @@ def _labels(labels: Sequence[Mapping[str, Any]]) -> str:
         shares = (f"{each[key]:,} ({each[key] / total:.1%})" for key, total in totals.items())
         rows.append([str(each["name"]), *shares])
     more = f"{len(most) - _MAX_LABELS} more labels are not shown." if len(most) > _MAX_LABELS else ""
-    return f"<h3>Labels</h3>{table(['label', 'training', 'held-out'], rows)}{paragraph(more, 'soft')}"
+    found = table(["label", "training", "held-out"], rows) + paragraph(more, "soft")
+    if len(most) > _MAX_UNFOLDED:
+        title = f"{len(most):,} labels, with {most[-1]['num_train']:,} to {most[0]['num_train']:,} training rows each"
+        found = fold(title, found)
+    return f"<h3>Labels</h3>{found}"

@@ -9,7 +9,7 @@ MAX_MATRIX = 100  # labels of a confusion matrix; of more labels only the most f
 _MAX_COUNTS = 12  # labels of a matrix whose cells have numbers; a larger one is a heat map
 _MAX_NAME = 12  # characters of a label that heads a column; longer ones have a number instead
 _MAX_TEXT = 600
-_NUM_CONFUSIONS = 20
+_NUM_CONFUSIONS = 12
 
 
 def held_out_rows(found: Mapping[str, Any]) -> str:
