@@ -89,6 +89,8 @@ def test_what_a_reader_does_with_a_chart(tmp_path):
     assert max(found["zoomedByKey"]) - min(found["zoomedByKey"]) < 60
     assert found["hasFocus"]
     assert found["afterEscape"] == found["steps"]
-    assert found["spoken"].startswith("Loss by step. training: from 2 at step 1 to 0.02 at step 100, between 0.02 and 2.")
+    assert found["spoken"].startswith(
+        "Loss by step. training: from 2 at step 1 to 0.02 at step 100, between 0.02 and 2."
+    )
     assert "values ≤ 0 are not drawn" in found["rate"]
     assert found["single"] == "7.25"

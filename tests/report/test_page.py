@@ -107,6 +107,8 @@ def test_charts_of_a_run_and_of_several():
     assert charts["loss"]["series"][0]["points"] == [(1, 2.0), (2, None), (3, 1.0)]
     assert charts["grad_norm"]["log"]
     assert charts["memory_bytes"]["marks"] == [{"label": "budget", "value": 2**31}]
+    errors = {"eval_mae": [(3, 0.2)], "eval_pearson": [(3, 0.5)], "eval_spearman": [(3, 0.4)]}
+    assert [one["id"] for one in training_charts([("", errors)])] == ["metrics", "eval_mae"]  # an error is not a share
     several = {one["id"]: one for one in training_charts([("a", CURVES), ("b", {"loss": [(1, float("nan"))]})])}
     assert [series["name"] for series in several["loss"]["series"]] == ["a", "b"]
     assert several["loss"]["series"][1]["points"] == [(1, None)]

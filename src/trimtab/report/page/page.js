@@ -8,6 +8,7 @@
   const escaped = (text) => String(text).replace(/[&<>"']/g, (c) => `&#${c.charCodeAt(0)};`);
   const color = (series) => `var(--s${series.color % 8})`;
   const dash = (series) => (series.color >= 8 ? "6 4" : "none");
+  const swatch = (series) => `<i class="swatch${series.color >= 8 ? " dashed" : ""}" style="color:${color(series)}"></i>`;
 
   // ---------------------------------------------------------------- numbers
   const BYTES = ["B", "KiB", "MiB", "GiB", "TiB"];
@@ -154,7 +155,7 @@
     const canLog = chart.series.some((series) => series.points.some((point) => point[1] > 0));
     const legend = chart.series.length > 1 ? chart.series.map((series) =>
       `<button type="button" data-series="${escaped(series.name)}" aria-pressed="${!view.hidden.has(series.name)}">` +
-      `<i class="swatch" style="background:${color(series)}"></i>${escaped(series.name)}</button>`).join("") : "";
+      `${swatch(series)}${escaped(series.name)}</button>`).join("") : "";
     figure.innerHTML =
       `<figcaption>${escaped(chart.title)} <span class="unit">${escaped(unitShown)}</span>` +
       (canLog ? `<button type="button" data-log aria-pressed="${scale.isLog}" aria-label="logarithmic scale">log</button>` : "") + `</figcaption>` +
@@ -167,7 +168,7 @@
   function labelsOf(chart, scale) { // values of curves that are a single point
     const single = shown(chart).map((series) => series.points.filter(inView)).filter((points) => points.length === 1)
       .map(([point]) => point).filter(([, y]) => scale.has(y)).sort((one, other) => other[1] - one[1]);
-    if (single.length > 2) return "";
+    if (shown(chart).length > 2) return "";
     return single.map(([x, y], i) => {
       const at = scale.x(x), isRight = at > scale.width - 90, below = scale.y(y) < TOP + 18 || (i > 0 && scale.y(y) - scale.y(single[i - 1][1]) < 28);
       return `<text class="over-lines" x="${(at + (isRight ? 4 : -4)).toFixed(1)}" y="${(scale.y(y) + (below ? 15 : -7)).toFixed(1)}" text-anchor="${isRight ? "end" : "start"}">${written(y, chart.unit)}</text>`;
@@ -212,7 +213,7 @@
       const [step, y] = series.points[nearest(series.points, view.cursor)];
       if (scale.has(y) && inView([step])) marks += `<circle cx="${scale.x(step)}" cy="${scale.y(y)}" r="4" style="fill:${color(series)};stroke:var(--back)"/>`;
       const at = step === view.cursor ? "" : ` (step ${step.toLocaleString("en-US")})`;
-      rows += `<tr><td><i class="swatch" style="background:${color(series)}"></i>${escaped(series.name)}${at}</td>` +
+      rows += `<tr><td>${swatch(series)}${escaped(series.name)}${at}</td>` +
         `<td>${y === null ? "not finite" : written(y, chart.unit)}</td></tr>`;
     }
     over.innerHTML = marks;
