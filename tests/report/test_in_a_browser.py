@@ -15,7 +15,8 @@ BROWSER = next(filter(shutil.which, ("chromium", "chromium-browser", "google-chr
 CURVES = {
     "loss": [(step, 2.0 / step) for step in range(1, 101)],
     "eval_loss": [(step, 1.5 / step) for step in range(10, 101, 10)],
-    "lr": [(step, 1e-4 * step) for step in range(1, 101)],
+    "lr": [(step, 1e-4 * (100 - step)) for step in range(1, 101)],
+    "eval_perplexity": [(100, 7.25)],
 }
 # What a reader does, and what the page shows after it.
 ACTIONS = """
@@ -44,6 +45,18 @@ found.again = steps();
 found.curves = svg().querySelectorAll("path.curve").length;
 figure().querySelector("[data-series]").click();
 found.curvesAfterClick = svg().querySelectorAll("path.curve").length;
+figure().querySelector("[data-series]").click();
+svg().focus();
+key("+");
+found.zoomedByKey = steps();
+found.hasFocus = document.activeElement === svg();
+key("Escape");
+found.afterEscape = steps();
+found.spoken = svg().getAttribute("aria-label");
+const rate = [...document.querySelectorAll("figure[data-chart]")].find((each) => each.dataset.chart === "lr");
+rate.querySelector("[data-log]").click();
+found.rate = rate.querySelector("figcaption").innerText;
+found.single = document.querySelector("figure[data-chart=eval_perplexity] svg .over-lines").textContent;
 const result = document.createElement("pre");
 result.id = "result";
 result.textContent = JSON.stringify(found);
@@ -72,3 +85,12 @@ def test_what_a_reader_does_with_a_chart(tmp_path):
     assert 35 <= min(found["zoomed"]) <= max(found["zoomed"]) <= 65
     assert found["again"] == found["steps"]
     assert (found["curves"], found["curvesAfterClick"]) == (2, 1)
+    assert len(found["zoomedByKey"]) > 1
+    assert max(found["zoomedByKey"]) - min(found["zoomedByKey"]) < 60
+    assert found["hasFocus"]
+    assert found["afterEscape"] == found["steps"]
+    assert found["spoken"].startswith(
+        "Loss by step. training: from 2 at step 1 to 0.02 at step 100, between 0.02 and 2."
+    )
+    assert "values ≤ 0 are not drawn" in found["rate"]
+    assert found["single"] == "7.25"

@@ -12,8 +12,9 @@ import pytest
 from trimtab.recipe.load import LoadedRecipe, render_resolved_yaml
 from trimtab.recipe.schema import Recipe
 from trimtab.report.page.charts import thin_out, training_charts
-from trimtab.report.page.data_section import data_card, held_out_rows
+from trimtab.report.page.data_section import data_card
 from trimtab.report.page.document import document, escape, number, section, table
+from trimtab.report.page.held_out_section import held_out_rows
 from trimtab.report.page.plan_section import comparison_with_prediction, plan_section
 from trimtab.report.page.run_files import RunFiles, read_recipe
 from trimtab.report.page.run_page import run_tiles
@@ -106,6 +107,8 @@ def test_charts_of_a_run_and_of_several():
     assert charts["loss"]["series"][0]["points"] == [(1, 2.0), (2, None), (3, 1.0)]
     assert charts["grad_norm"]["log"]
     assert charts["memory_bytes"]["marks"] == [{"label": "budget", "value": 2**31}]
+    errors = {"eval_mae": [(3, 0.2)], "eval_pearson": [(3, 0.5)], "eval_spearman": [(3, 0.4)]}
+    assert [one["id"] for one in training_charts([("", errors)])] == ["metrics", "eval_mae"]  # an error is not a share
     several = {one["id"]: one for one in training_charts([("a", CURVES), ("b", {"loss": [(1, float("nan"))]})])}
     assert [series["name"] for series in several["loss"]["series"]] == ["a", "b"]
     assert several["loss"]["series"][1]["points"] == [(1, None)]
@@ -147,10 +150,35 @@ def test_a_card_without_labels_and_held_out_rows():
     assert data_card({}) == held_out_rows({}) == ""
 
 
+def diagonal(labels):
+    """Every label confused once with the next one, and right three times."""
+    num = len(labels)
+    counts = [[3 * (row == column) + (column == (row + 1) % num) for column in range(num)] for row in range(num)]
+    return {"step": 7, "num_rows": 4 * num, "labels": labels, "confusion": counts}
+
+
+def test_a_matrix_of_few_labels_has_counts():
+    text = text_of(held_out_rows(diagonal(["good", "bad"])))
+    assert "8 held-out rows: 6 correct, 2 wrong (75.0% accuracy)" in text
+    assert "predicted → good bad good 3 1 bad 1 3" in text
+    long = "a label that is too long for the head of a column"
+    assert f"predicted → 1 2 1. {long} 3 1 2. bad 1 3" in text_of(held_out_rows(diagonal([long, "bad"])))
+
+
+def test_a_matrix_of_many_labels_is_a_heat_map():
+    labels = [f"label <{number}>" for number in range(77)]
+    page = held_out_rows(diagonal(labels))
+    assert page.count("<title>") == 2 * 77
+    assert "<title>true label &lt;5&gt;, predicted label &lt;6&gt;: 1 of 4</title>" in page
+    text = text_of(page)
+    assert "Most frequent confusions true predicted rows label &lt;0&gt; label &lt;1&gt; 1" in text
+    assert "Scores of all 77 labels, the lowest F1 first" in text
+
+
 def test_values_that_are_not_finite_are_dashes():
     assert [number(value) for value in (None, float("nan"), "nan", "Infinity", 0.25)] == ["–", "–", "–", "–", "0.2500"]
     row = {"loss": None, "label": "a", "predicted": "b", "text": "c", "location": "d:1"}
-    assert '<td class="n">–</td>' in held_out_rows({"step": 1, "num_rows": 1, "worst": [row]})
+    assert 'data-title="loss">–</td>' in held_out_rows({"step": 1, "num_rows": 1, "worst": [row]})
 
 
 def test_large_figures_have_no_exponents(tmp_path):
@@ -163,19 +191,39 @@ def test_large_figures_have_no_exponents(tmp_path):
     one = dict((name, remark) for name, _, remark in run_tiles(RunFiles(tmp_path, status | {"step": 8}, "", "", plan)))
     assert one["Steps"] == "of 2,000, 1 epoch"
     assert found["Trainable"] == ("1,000 M", "of 1,500 B parameters")
-    assert found["Best f1"] == ("0.5000", "at step –")
+    assert found["Best held-out f1"] == ("0.5000", "at step –")
 
 
-@pytest.mark.parametrize("bounds", [(0.3, 0.30000000000000004), (0.3, 0.4), (1000.0, 1000.0000000000001), (0, 9e15)])
-def test_the_ticks_of_every_range_end(bounds):
+def run_in_node(expression):
+    """Evaluate JavaScript with the functions of the page that write numbers and ticks."""
     node = shutil.which("node")
     if node is None:
         pytest.skip("needs node, which runs the script of the page")
     script = files("trimtab.report.page").joinpath("page.js").read_text(encoding="utf-8")
-    functions = script[script.index("function shortly") : script.index("function logTicks")]
-    code = f"{functions} console.log(linearTicks({bounds[0]}, {bounds[1]}, 5).length)"
-    found = subprocess.run([node, "-e", code], capture_output=True, text=True, timeout=60, check=True)
-    assert 0 <= int(found.stdout) <= 11
+    functions = script[script.index("function shortly") : script.index("// ------", script.index("function logTicks"))]
+    code = f"{functions} console.log(JSON.stringify({expression}))"
+    return json.loads(subprocess.run([node, "-e", code], capture_output=True, text=True, timeout=60, check=True).stdout)
+
+
+@pytest.mark.parametrize("bounds", [(0.3, 0.30000000000000004), (0.3, 0.4), (1000.0, 1000.0000000000001), (0, 9e15)])
+def test_the_ticks_of_every_range_end(bounds):
+    assert len(run_in_node(f"linearTicks({bounds[0]}, {bounds[1]}, 5)")) <= 11
+
+
+@pytest.mark.parametrize(
+    ("ticks", "texts"),
+    [
+        ("linearTicks(0.6928, 0.6931, 3)", ["0.6928", "0.6929", "0.6930", "0.6931"]),  # a narrow range: no equal texts
+        ("linearTicks(0, 1e-3, 5)", ["0", "2e-4", "4e-4", "6e-4", "8e-4", "1e-3"]),
+        ("linearTicks(0, 1e30, 2)", ["0", "5e29", "1e30"]),
+        ("linearTicks(10000, 10002, 2)", ["10k", "10.001k", "10.002k"]),
+        ("linearTicks(0, 2e9, 2)", ["0", "1G", "2G"]),
+        ("logTicks(0.1, 100)", ["0.1", "1", "10", "100"]),
+        ("logTicks(1.25, 1.31)", ["1.25", "1.26", "1.27", "1.28", "1.29", "1.30", "1.31"]),  # no power of ten in it
+    ],
+)
+def test_the_texts_of_ticks_differ(ticks, texts):
+    assert [text for _, text in run_in_node(ticks)] == texts
 
 
 PLAN = {

@@ -17,8 +17,8 @@ from trimtab.data.rows import Rows
 from trimtab.data.tasks.base import Task
 from trimtab.data.tokens import TokenDataset
 from trimtab.log import say
-from trimtab.report.page.data_section import MAX_MATRIX
 from trimtab.report.page.document import PAGE
+from trimtab.report.page.held_out_section import MAX_MATRIX
 from trimtab.report.page.run_files import FACTS, read_json, read_run
 from trimtab.report.page.run_page import run_page
 from trimtab.runs.run_folder import Folder, ReadOnlyRunFolder

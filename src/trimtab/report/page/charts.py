@@ -23,6 +23,7 @@ _NOT_DRAWN = (
     *("predicted_peak_bytes", "measured_peak_bytes", "preflight_peak_bytes", "preflight_eval_peak_bytes"),
 )
 _EVAL = "eval_"
+_NOT_SHARES = ("eval_loss", "eval_mae", "eval_mse", "eval_rmse")  # also if they happen to lie between 0 and 1
 
 
 def chart(
@@ -66,7 +67,9 @@ def chart(
 
 def _finite(point: Point) -> Point:
     step, value = point
-    return step, value if value is not None and math.isfinite(value) else None
+    if value is None or not math.isfinite(value):
+        return step, None
+    return step, float(f"{value:.7g}") if isinstance(value, float) else value  # more digits are not shown
 
 
 def thin_out(points: Sequence[Point], most: int = MAX_POINTS) -> list[Point]:
@@ -94,8 +97,9 @@ def places(charts: Sequence[Mapping[str, Any]]) -> str:
         return ""
     figures = "\n".join(f'<figure data-chart="{escape(one["id"])}"></figure>' for one in charts)
     tools = (
-        '<div class="tools"><span class="soft">By optimizer step. Drag to zoom, double-click to reset; hover or use '
-        'the arrow keys for values.</span><button type="button" data-reset hidden>reset zoom</button></div>'
+        '<div class="tools"><span class="soft">By optimizer step. Hover or tap for values, drag to zoom, double-click '
+        "to reset. Keyboard: Tab to a chart, then ← →, + −, Esc.</span>"
+        '<button type="button" data-reset hidden>reset zoom</button></div>'
     )
     hint = "<noscript><p>The curves need JavaScript. Their values are in metrics.jsonl.</p></noscript>"
     return f'{tools}{hint}\n<div class="charts">\n{figures}\n</div>'
@@ -112,7 +116,7 @@ def training_charts(
     """
     names = list(dict.fromkeys(name for _, curves in runs for name in curves))
     charts = [_loss_chart(runs)] if len(runs) == 1 else _loss_charts(runs)
-    shares = [name for name in names if name.startswith(_EVAL) and name != "eval_loss" and _is_share(runs, name)]
+    shares = [name for name in names if name.startswith(_EVAL) and _is_share(runs, name)]
     if len(runs) == 1 and len(shares) > 1:
         series = [(_words(name), number, runs[0][1][name]) for number, name in enumerate(shares)]
         charts.append(chart("metrics", "Held-out metrics", series, bounds=(0, 1)))
@@ -158,7 +162,7 @@ def _values(runs: Sequence[tuple[str, Curves]], name: str) -> list[float]:
 
 
 def _is_share(runs: Sequence[tuple[str, Curves]], name: str) -> bool:
-    return all(0 <= value <= 1 for value in _values(runs, name))
+    return name not in _NOT_SHARES and all(0 <= value <= 1 for value in _values(runs, name))
 
 
 def _spans_decades(runs: Sequence[tuple[str, Curves]], name: str) -> bool:

@@ -7,7 +7,7 @@ from trimtab.recipe.yaml_text import as_yaml
 from trimtab.report.anatomy import PARTS
 from trimtab.report.compare import Comparison
 from trimtab.report.page.charts import chart, places
-from trimtab.report.page.document import bars, document, escape, navigation, paragraph, section, table
+from trimtab.report.page.document import bars, document, escape, fold, navigation, paragraph, section, table
 from trimtab.report.page.memory_bars import memory_bars
 from trimtab.report.tables import anatomy_table, main_table, notes
 from trimtab.report.verdict import verdict
@@ -38,7 +38,7 @@ def _memory(comparison: Comparison) -> str:
     found = [(each.name, each.anatomy.parts()) for each in comparison.outcomes if each.anatomy is not None]
     if not found:
         return ""
-    numbers = f"<details><summary>Numbers</summary>{table(*anatomy_table(comparison))}</details>"
+    numbers = fold("Numbers", table(*anatomy_table(comparison)))
     return memory_bars([(name, _device_parts(parts)) for name, parts in found]) + numbers
 
 

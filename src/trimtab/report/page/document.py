@@ -73,6 +73,11 @@ def code(text: str) -> str:
     return f"<pre><code>{escape(text)}</code></pre>"
 
 
+def fold(title: str, content: str) -> str:
+    """Return content that is shown when its title is clicked; empty without content."""
+    return f"<details><summary>{escape(title)}</summary>{content}</details>" if content else ""
+
+
 def tiles(facts: Sequence[tuple[str, str, str]]) -> str:
     """Return large figures, each given as name, value and a smaller remark."""
     cells = []
@@ -88,25 +93,33 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], kinds: str = "",
     Args:
         header: Titles of the columns; no header row if all are empty.
         rows: The cells.
-        kinds: A letter for each column: `h` heading of its row, `n` number, `t` long text, `k` key, `v` value, `-`
-            plain. By default a heading, then numbers.
-        css: A class of the table.
+        kinds: A letter for each column: `h` heading of its row, `n` number, `t` long text, `l` label or other text of a
+            user, `k` key, `v` value, `-` plain. By default a heading, then numbers.
+        css: A class of the table; `cards` stacks the cells of a row on a narrow screen.
     """
     if not rows:
         return ""
     kinds = kinds or "h" + "n" * (len(header) - 1)
     heads = "".join(f"<th{_class('n' if kind == 'n' else '')}>{escape(t)}</th>" for t, kind in zip(header, kinds))  # noqa: B905
+    titles = header if css == "cards" else [""] * len(header)
     body = "".join(
-        f"<tr>{''.join(_cell(cell, kind) for cell, kind in zip(row, kinds, strict=True))}</tr>\n" for row in rows
+        f"<tr>{''.join(_cell(*parts) for parts in zip(row, kinds, titles, strict=True))}</tr>\n" for row in rows
     )
     head = f"<thead><tr>{heads}</tr></thead>" if any(header) else ""
     return f'<div class="scroll"><table{_class(css)}>{head}<tbody>\n{body}</tbody></table></div>'
 
 
-def _cell(text: str, kind: str) -> str:
+_CLASSES = {"n": "n", "t": "text", "l": "label", "k": "key", "v": "value"}
+
+
+def _cell(text: str, kind: str, title: str) -> str:
     if kind == "h":
         return f'<th scope="row">{escape(text)}</th>'
-    return f"<td{_class({'n': 'n', 't': 'text', 'k': 'key', 'v': 'value'}.get(kind, ''))}>{escape(text)}</td>"
+    inner = escape(text)
+    if kind == "k":  # a long key may break after a dot or an underscore
+        inner = re.sub(r"([._])", r"\1<wbr>", inner)
+    attribute = f' data-title="{escape(title)}"' if title else ""
+    return f"<td{_class(_CLASSES.get(kind, ''))}{attribute}>{inner}</td>"
 
 
 def _class(name: str) -> str:

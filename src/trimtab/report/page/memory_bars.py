@@ -26,7 +26,7 @@ def memory_bars(rows: Sequence[tuple[str, Mapping[str, int | None]]]) -> str:
         inner = [(size, _COLORS.get(part, _OVERHEAD), f"{part}: {format_bytes(size)}") for part, size in sizes]
         drawn.append((name, inner, format_bytes(sum(size for _, size in sizes))))
     legend = "".join(
-        f'<span><i class="swatch" style="background:{_COLORS.get(part, _OVERHEAD)}"></i>{escape(part)}</span>'
+        f'<span><i class="swatch" style="color:{_COLORS.get(part, _OVERHEAD)}"></i>{escape(part)}</span>'
         for part in used
     )
     if all(len(parts) == 1 for _, parts in rows):  # each bar has the name of its part

@@ -8,6 +8,7 @@
   const escaped = (text) => String(text).replace(/[&<>"']/g, (c) => `&#${c.charCodeAt(0)};`);
   const color = (series) => `var(--s${series.color % 8})`;
   const dash = (series) => (series.color >= 8 ? "6 4" : "none");
+  const swatch = (series) => `<i class="swatch${series.color >= 8 ? " dashed" : ""}" style="color:${color(series)}"></i>`;
 
   // ---------------------------------------------------------------- numbers
   const BYTES = ["B", "KiB", "MiB", "GiB", "TiB"];
@@ -25,11 +26,12 @@
   function shortly(value, step) {
     const size = Math.abs(value);
     if (!size) return "0";
-    if (size >= 1e9) return `${Number((value / 1e9).toPrecision(3))}G`;
-    if (size >= 1e6) return `${Number((value / 1e6).toPrecision(3))}M`;
-    if (size >= 1e4) return `${Number((value / 1e3).toPrecision(3))}k`;
-    if (step < 1e-3) return value.toExponential(1).replace(".0e", "e");
-    return value.toFixed(Math.max(0, Math.min(6, -Math.floor(Math.log10(step) + 1e-9))));
+    const power = (x) => Math.floor(Math.log10(x) + 1e-9);
+    const digits = Math.min(15, Math.max(1, power(size) - power(step) + 1)); // so many tell two ticks apart
+    if (size >= 1e12 || size < 1e-3 || (step < 1e-3 && digits <= 2)) return value.toExponential(digits - 1).replace(/(\.\d*?)0+e/, "$1e").replace(".e", "e").replace("e+", "e");
+    for (const [unit, letter] of [[1e9, "G"], [1e6, "M"], [1e4, "k"]])
+      if (size >= unit) return `${Number((value / (letter === "k" ? 1e3 : unit)).toPrecision(digits))}${letter}`;
+    return value.toFixed(Math.max(0, -power(step)));
   }
   function niceStep(span, count) {
     const raw = span / count, power = 10 ** Math.floor(Math.log10(raw)), part = raw / power;
@@ -53,7 +55,7 @@
         if (value >= low * 0.999 && value <= high * 1.001) ticks.push([value, shortly(value, 10 ** power)]);
       }
     }
-    return ticks;
+    return ticks.length > 2 ? ticks : linearTicks(low, high, 5);
   }
 
   // ---------------------------------------------------------------- one chart
@@ -128,13 +130,13 @@
     }
     const steps = linearTicks(scale.x0, scale.x1, width < 380 ? 4 : 6).filter(([value]) => Number.isInteger(Number(value.toFixed(6))));
     for (const [value, text] of steps) inner += `<text x="${scale.x(value).toFixed(1)}" y="${HEIGHT - 6}" text-anchor="middle">${value < 1e4 ? Math.round(value) : text}</text>`;
-    let above = -Infinity; // height of the previous label
+    let above = -Infinity, labels = ""; // height of the previous label; labels lie above all lines
     for (const mark of [...chart.marks].sort((one, other) => other.value - one.value)) {
       if (mark.value > scale.y1 || mark.value < scale.y0) continue;
       const y = scale.y(mark.value);
       inner += `<line class="mark" x1="${LEFT}" x2="${width - RIGHT}" y1="${y}" y2="${y}"/>`;
       const label = y - 4 < above + 12 || y < TOP + 14 ? Math.max(y + 13, above + 12) : y - 4;
-      inner += `<text x="${width - RIGHT - 4}" y="${label}" text-anchor="end">${escaped(mark.label)}</text>`;
+      labels += `<text class="over-lines" x="${width - RIGHT - 4}" y="${label}" text-anchor="end">${escaped(mark.label)}</text>`;
       above = label;
     }
     const id = `clip-${chart.number}`;
@@ -147,19 +149,41 @@
         for (const [x, y] of visible)
           if (scale.has(y)) inner += `<circle cx="${scale.x(x).toFixed(1)}" cy="${scale.y(y).toFixed(1)}" r="2.5" style="fill:${color(series)}"/>`;
     }
-    inner += `</g><g class="over"></g>`;
+    inner += `</g>${labels}${labelsOf(chart, scale)}<g class="over"></g>`;
+    const isCut = scale.isLog && values(chart).some((y) => y <= 0);
+    const unitShown = [unit, isCut ? "values ≤ 0 are not drawn" : ""].filter(Boolean).join(", ");
     const canLog = chart.series.some((series) => series.points.some((point) => point[1] > 0));
     const legend = chart.series.length > 1 ? chart.series.map((series) =>
       `<button type="button" data-series="${escaped(series.name)}" aria-pressed="${!view.hidden.has(series.name)}">` +
-      `<i class="swatch" style="background:${color(series)}"></i>${escaped(series.name)}</button>`).join("") : "";
+      `${swatch(series)}${escaped(series.name)}</button>`).join("") : "";
     figure.innerHTML =
-      `<figcaption>${escaped(chart.title)} <span class="unit">${escaped(unit)}</span>` +
-      (canLog ? `<button type="button" data-log aria-pressed="${scale.isLog}">log</button>` : "") + `</figcaption>` +
+      `<figcaption>${escaped(chart.title)} <span class="unit">${escaped(unitShown)}</span>` +
+      (canLog ? `<button type="button" data-log aria-pressed="${scale.isLog}" aria-label="logarithmic scale">log</button>` : "") + `</figcaption>` +
       `<div class="legend">${legend}</div>` +
-      `<svg viewBox="0 0 ${width} ${HEIGHT}" tabindex="0" role="img" aria-label="${escaped(chart.title)} by step">${inner}</svg>` +
-      `<div class="tip" hidden></div>`;
+      `<svg viewBox="0 0 ${width} ${HEIGHT}" tabindex="0" role="img" aria-label="${escaped(summary(chart))}">${inner}</svg>` +
+      `<div class="tip" role="status" hidden></div>`;
     figure.scale = scale;
     point(figure, false);
+  }
+  function labelsOf(chart, scale) { // values of curves that are a single point
+    const single = shown(chart).map((series) => series.points.filter(inView)).filter((points) => points.length === 1)
+      .map(([point]) => point).filter(([, y]) => scale.has(y)).sort((one, other) => other[1] - one[1]);
+    if (shown(chart).length > 2) return "";
+    return single.map(([x, y], i) => {
+      const at = scale.x(x), isRight = at > scale.width - 90, below = scale.y(y) < TOP + 18 || (i > 0 && scale.y(y) - scale.y(single[i - 1][1]) < 28);
+      return `<text class="over-lines" x="${(at + (isRight ? 4 : -4)).toFixed(1)}" y="${(scale.y(y) + (below ? 15 : -7)).toFixed(1)}" text-anchor="${isRight ? "end" : "start"}">${written(y, chart.unit)}</text>`;
+    }).join("");
+  }
+  function summary(chart) { // of what the picture shows, for those who cannot see it
+    const curves = chart.series.map(({ name, points }) => {
+      const known = points.filter((point) => point[1] !== null);
+      if (!known.length) return `${name}: no finite value`;
+      const [first, last] = [known[0], known[known.length - 1]], ys = known.map((point) => point[1]);
+      const ends = [first, last].map(([step, y]) => `${written(y, chart.unit)} at step ${step}`);
+      const range = [Math.min, Math.max].map((f) => written(ys.reduce((a, b) => f(a, b)), chart.unit));
+      return `${name}: ${known.length > 1 ? `from ${ends[0]} to ${ends[1]}, between ${range[0]} and ${range[1]}` : ends[0]}`;
+    });
+    return `${chart.title} by step. ${curves.join(". ")}.`;
   }
 
   // ---------------------------------------------------------------- the cursor
@@ -189,7 +213,7 @@
       const [step, y] = series.points[nearest(series.points, view.cursor)];
       if (scale.has(y) && inView([step])) marks += `<circle cx="${scale.x(step)}" cy="${scale.y(y)}" r="4" style="fill:${color(series)};stroke:var(--back)"/>`;
       const at = step === view.cursor ? "" : ` (step ${step.toLocaleString("en-US")})`;
-      rows += `<tr><td><i class="swatch" style="background:${color(series)}"></i>${escaped(series.name)}${at}</td>` +
+      rows += `<tr><td>${swatch(series)}${escaped(series.name)}${at}</td>` +
         `<td>${y === null ? "not finite" : written(y, chart.unit)}</td></tr>`;
     }
     over.innerHTML = marks;
@@ -202,7 +226,19 @@
     tip.style.top = `${box.top - figure.getBoundingClientRect().top + 12}px`;
   }
   const figures = () => [...document.querySelectorAll("figure[data-chart]")];
-  const drawAll = () => figures().forEach(draw);
+  // drawing replaces elements: returns a function that gives the focus back
+  function keepFocus() {
+    const active = document.activeElement, figure = active && active.closest("figure[data-chart]");
+    if (!figure) return () => {};
+    const { chart } = figure.dataset, { series } = active.dataset;
+    return () => {
+      const now = figures().find((each) => each.dataset.chart === chart);
+      const buttons = now ? [...now.querySelectorAll("[data-series]")] : [];
+      const found = series === undefined ? now && now.querySelector("log" in active.dataset ? "[data-log]" : "svg") : buttons.find((each) => each.dataset.series === series);
+      if (found) found.focus({ preventScroll: true });
+    };
+  }
+  const drawAll = () => { const giveBack = keepFocus(); figures().forEach(draw); giveBack(); };
   const pointAll = (hovered) => figures().forEach((figure) => point(figure, figure === hovered));
   function moveTo(figure, step) {
     const steps = shown(charts[figure.dataset.chart]).flatMap((series) =>
@@ -214,6 +250,20 @@
     view.from = from; view.to = to; view.cursor = null;
     for (const button of document.querySelectorAll("[data-reset]")) button.hidden = from === null;
     drawAll();
+  }
+
+  function zoomBy(figure, factor) { // around the cursor, or the middle
+    const [low, high] = xRange(), cursor = view.cursor, middle = cursor === null ? (low + high) / 2 : cursor;
+    const half = Math.max(1, (high - low) * factor) / 2;
+    view.from = view.to = null;
+    const [first, last] = xRange();
+    if (2 * half >= last - first) zoomTo(null, null);
+    else {
+      const from = Math.min(Math.max(first, middle - half), last - 2 * half);
+      zoomTo(from, from + 2 * half);
+    }
+    view.cursor = cursor;
+    pointAll(figure);
   }
 
   // ---------------------------------------------------------------- events, delegated: a refresh replaces figures
@@ -234,6 +284,7 @@
   });
   addEventListener("pointerdown", (event) => {
     const place = placeOf(event);
+    if (!place && view.cursor !== null && event.pointerType !== "mouse") { view.cursor = null; pointAll(null); }
     if (place && event.button === 0) view.drag = { figure: place.figure, start: place.pixel, end: place.pixel };
   });
   addEventListener("pointerup", () => {
@@ -253,8 +304,7 @@
     if ("log" in button.dataset) {
       const figure = button.closest("figure"), id = figure.dataset.chart;
       view.log[id] = !view.log[id];
-      draw(figure);
-      figure.querySelector("[data-log]").focus();
+      drawAll();
     }
     if (button.dataset.series !== undefined) {
       const name = button.dataset.series;
@@ -264,8 +314,12 @@
   });
   addEventListener("keydown", (event) => {
     const figure = event.target.closest && event.target.closest("figure[data-chart]");
+    if (!figure || event.target.tagName !== "svg" || event.ctrlKey || event.metaKey || event.altKey) return;
+    const factor = { "+": 0.5, "=": 0.5, "-": 2 }[event.key];
+    if (factor) zoomBy(figure, factor);
+    if (event.key === "Escape" || event.key === "0") zoomTo(null, null);
     const turn = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
-    if (!figure || event.target.tagName !== "svg" || !turn) return;
+    if (!turn) return;
     const steps = [...new Set(shown(charts[figure.dataset.chart]).flatMap((series) => series.points.filter(inView).map((p) => p[0])))];
     steps.sort((a, b) => a - b);
     const at = view.cursor === null ? -1 : steps.indexOf(view.cursor);
@@ -296,13 +350,14 @@
         const tag = reply.headers.get("ETag");
         if (tag !== tagShown) {
           const next = new DOMParser().parseFromString(await reply.text(), "text/html");
-          const open = [...document.querySelectorAll("details")].map((details) => details.open);
+          const giveBack = keepFocus(), open = [...document.querySelectorAll("details")].map((details) => details.open);
           document.querySelector("main").replaceWith(next.querySelector("main"));
           document.getElementById("chart-data").textContent = next.getElementById("chart-data").textContent;
           document.title = next.title;
           document.querySelectorAll("details").forEach((details, i) => { details.open = Boolean(open[i]); });
           if (!view.drag) view.cursor = null;
           start();
+          giveBack();
         }
         tagShown = tag;
       }

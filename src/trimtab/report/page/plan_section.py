@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
-from trimtab.report.page.document import paragraph, table
+from trimtab.report.page.document import fold, paragraph, table
 from trimtab.report.page.memory_bars import memory_bars
 from trimtab.report.page.run_files import RunFiles
 from trimtab.runs.plan import Plan
@@ -29,9 +29,11 @@ def comparison_with_prediction(run: RunFiles) -> str:
     note = f"Step time: {'mean over the run, without evaluations and checkpoints' if is_over else 'median so far'}."
     if run.plan.get("origin") is None:
         note = f"{_why_not_predicted(run.plan)} {note}"
+    if all(row[1] == "–" for row in rows):
+        return paragraph(note, "soft") + table(["", "measured"], [[row[0], row[2]] for row in rows if row[2] != "–"])
     before = "trial steps" if run.plan.get("origin") == "measured" else "predicted"
     header = ["", before, "measured", "difference"]
-    return paragraph(note, "soft") + table(header, rows) + _parts(run.plan.get("predicted_parts") or {})
+    return paragraph(note, "soft") + table(header, rows) + _parts(run)
 
 
 def measured_step_s(run: RunFiles) -> float | None:
@@ -47,7 +49,7 @@ def measured_step_s(run: RunFiles) -> float | None:
 def peak_of(run: RunFiles) -> tuple[int | None, int | None]:
     """Return the predicted and the measured peak of device memory; on a CPU, of the process."""
     plan, measured = run.plan, run.measured("peak_memory_bytes")
-    if str(plan.get("device", "")).startswith("cpu"):
+    if _is_cpu(plan):
         predicted = plan.get("predicted_total_bytes") or plan.get("measured_total_bytes")
     else:
         predicted = plan.get("predicted_peak_bytes") or plan.get("measured_peak_bytes")
@@ -56,7 +58,7 @@ def peak_of(run: RunFiles) -> tuple[int | None, int | None]:
 
 def _memory_rows(run: RunFiles) -> list[list[str]]:
     plan = run.plan
-    is_cpu = str(plan.get("device", "")).startswith("cpu")
+    is_cpu = _is_cpu(plan)
     title = "peak memory of the process" if is_cpu else "peak of allocated memory"
     rows = [_row(title, *peak_of(run), format_bytes)]
     reserved = run.last("peak_reserved_bytes")
@@ -92,18 +94,24 @@ def _seconds(value: float) -> str:
     return f"{value * 1e3:,.1f} ms" if value < 1 else f"{value:,.2f} s"
 
 
-def _parts(parts: Mapping[str, int]) -> str:
+def _parts(run: RunFiles) -> str:
+    parts, total = run.plan.get("predicted_parts") or {}, peak_of(run)[0]
     if not parts:
         return ""
-    return (
-        f"<h3>Predicted peak by part</h3>{memory_bars([(name, {name: size}) for name, size in parts.items() if size])}"
-    )
+    rest = total - sum(parts.values()) if total and _is_cpu(run.plan) else 0
+    note = f"Tensors of a training step. The other {format_bytes(rest)} are Python, PyTorch and other libraries."
+    drawn = memory_bars([(name, {name: size}) for name, size in parts.items() if size])
+    return f"<h3>Predicted peak by part</h3>{paragraph(note if rest > 0 else '', 'soft')}{drawn}"
+
+
+def _is_cpu(plan: Mapping[str, Any]) -> bool:
+    return str(plan.get("device", "")).startswith("cpu")
 
 
 def _why_not_predicted(plan: Mapping[str, Any]) -> str:
-    if str(plan.get("device", "")).startswith("cpu"):
-        return "Nothing was predicted: on a CPU that needs memory.budget."
-    return "Nothing was predicted: the recipe left nothing to the planner, or the step could not be traced."
+    if _is_cpu(plan):
+        return "No prediction: on a CPU, trimtab predicts memory and time only if memory.budget is set."
+    return "No prediction: the recipe left nothing to the planner, or the step could not be traced."
 
 
 def plan_section(run: RunFiles) -> str:
@@ -128,10 +136,10 @@ def _description(values: Mapping[str, Any]) -> list[list[str]]:
         ["optimizer", optimizer],
         ["trainable parameters", f"{plan.num_trainable:,} of {plan.num_parameters:,} ({share:.2%})"],
         ["batch", f"{plan.batch_size:,} rows, in micro-batches of at most {size} per process"],
-        ["steps", f"{plan.num_steps:,}, {plan.steps_per_epoch:,} per epoch; {plan.warmup_steps:,} of warmup"],
+        ["steps", f"{plan.num_steps:,}, {plan.steps_per_epoch:,} per epoch; {plan.warmup_steps:,} warmup steps"],
         ["techniques", techniques or "none"],
         ["rows", f"at most {plan.max_length:,} tokens; {plan.padding_share:.1%} of a batch is padding"],
-        ["best model by", plan.metric],
+        ["metric for the best model", plan.metric],
     ]
 
 
@@ -142,9 +150,10 @@ def _why(plan: Mapping[str, Any]) -> str:
         return (
             "The step could not be traced, so trial steps on the device were measured, and the first that fits is used."
         )
-    if plan.get("origin") is None and str(plan.get("device", "")).startswith("cpu"):
+    if plan.get("origin") is None and _is_cpu(plan):
         return (
-            "On a CPU without memory.budget nothing is searched: the batch is one micro-batch, nothing is recomputed."
+            "No search, since this is a CPU and memory.budget is not set: the whole batch is one micro-batch, and no "
+            "activations are recomputed."
         )
     return ""
 
@@ -180,4 +189,4 @@ def _choices(run: RunFiles) -> str:
     if micro is not None:
         rows.insert(0, [micro.key, micro.value, str(run.plan.get("micro_batch_size", "")), micro.origin])
     found = table(["key", "in the recipe", "used", "set by"], rows, "kvv-")
-    return f"<details><summary>Every technique: in the recipe, and used</summary>{found}</details>" if rows else ""
+    return fold("All techniques: value in the recipe, and value used", found)

@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
-from trimtab.report.page.document import paragraph, table
+from trimtab.report.page.document import fold, paragraph, table
 from trimtab.report.page.run_files import RecipeValue
 
-_HEADER, _KINDS = ["key", "value", "from"], "kv-"
+_HEADER, _KINDS = ["key", "value", "set by"], "kv-"
 _SHOWN = ("model", "data.train")  # also if they are defaults
 
 
@@ -15,12 +15,9 @@ def recipe_section(recipe: Sequence[RecipeValue]) -> str:
         return ""
     chosen = [value for value in recipe if value.origin != "default" or value.key in _SHOWN]
     rest = [value for value in recipe if value not in chosen]
-    folded = (
-        f"<details><summary>{len(rest)} defaults</summary>{table(_HEADER, _rows(rest), _KINDS)}</details>"
-        if rest
-        else ""
-    )
-    return paragraph("Values that were set, and where.", "soft") + table(_HEADER, _rows(chosen), _KINDS) + folded
+    folded = fold(f"{len(rest)} keys with default values", table(_HEADER, _rows(rest), _KINDS))
+    note = "Keys that were set, and where: an option of the command, a line of a recipe file, or Python."
+    return paragraph(note, "soft") + table(_HEADER, _rows(chosen), _KINDS) + folded
 
 
 def _rows(values: Sequence[RecipeValue]) -> list[list[str]]:

@@ -2,15 +2,18 @@
 
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from trimtab.report.page.charts import places, training_charts
-from trimtab.report.page.data_section import data_card, held_out_rows, samples_section
+from trimtab.report.page.data_section import data_card
 from trimtab.report.page.document import document, escape, navigation, number, paragraph, section, table, tiles
+from trimtab.report.page.held_out_section import held_out_rows, samples_section
 from trimtab.report.page.plan_section import comparison_with_prediction, peak_of, plan_section
 from trimtab.report.page.recipe_section import recipe_section
 from trimtab.report.page.run_files import RunFiles
-from trimtab.report.page.usage import usage_section
+from trimtab.report.page.usage import samples_command, usage_section
+from trimtab.runs.run_folder import CHECKPOINTS
 from trimtab.units import format_bytes, format_seconds
 
 
@@ -28,7 +31,7 @@ def run_page(run: RunFiles, tag: str | None = None) -> str:
         ("curves", "Curves", places(charts)),
         ("prediction", "Predicted and measured", comparison_with_prediction(run)),
         ("held-out", "Held-out rows", held_out_rows(run.facts.get("held_out") or {})),
-        ("samples", "Samples", samples_section(run.facts.get("samples") or {})),
+        ("samples", "Samples", samples_section(run.facts.get("samples") or {}) or samples_command(run)),
         ("data", "Data", data_card(run.facts.get("data") or {})),
         ("plan", "Plan", plan_section(run)),
         ("recipe", "Recipe", recipe_section(run.recipe)),
@@ -58,7 +61,8 @@ def _facts(run: RunFiles) -> list[str]:
     when = "" if not started else time.strftime("started %Y-%m-%d %H:%M UTC", time.gmtime(started))
     ended = run.status.get("stop_reason")
     reason = f"ended by {ended}" if ended and ended != "finished" else ""
-    return [str(word) for word in (model, task, data, machine, when, reason) if word]
+    named = [("Model", model), ("task", task), ("data", data), ("device", machine)]
+    return [f"{name} {value}" for name, value in named if value] + [word for word in (when, reason) if word]
 
 
 def run_tiles(run: RunFiles) -> list[tuple[str, str, str]]:
@@ -67,12 +71,11 @@ def run_tiles(run: RunFiles) -> list[tuple[str, str, str]]:
     found: list[tuple[str, str, str]] = []
     best, name = status.get("best_metric"), status.get("metric_name")
     if best is not None and name:
-        found.append((f"Best {name}", number(best), f"at step {number(status.get('best_step'))}"))
+        found.append((f"Best held-out {name}", number(best), f"at step {number(status.get('best_step'))}"))
     loss, held_out = run.last("loss"), run.last("eval_loss")
     if loss is not None:
-        found.append(
-            ("Training loss", number(loss), f"held-out {number(held_out)}" if held_out is not None else "last")
-        )
+        remark = "last logged step" if held_out is None else f"held-out {number(held_out)}"
+        found.append(("Training loss", number(loss), remark))
     step, total = status.get("step", 0), status.get("num_steps", 0)
     epochs = _digits(step / plan["steps_per_epoch"], 2) if step and plan.get("steps_per_epoch") else None
     words = "" if epochs is None else f", {epochs} epoch" + "s" * (epochs != "1")
@@ -108,16 +111,27 @@ def _digits(value: float, num_digits: int) -> str:
 
 
 def _checkpoints(run: RunFiles) -> str:
-    name = run.status.get("metric_name")
+    status, name = run.status, run.status.get("metric_name")
     rows: list[Sequence[str]] = []
+    if run.card and status.get("best_step") is not None:
+        best = [number(status["best_step"]), number(status.get("best_metric")), _size(run.best)]
+        rows.append(["best", *best, "", "the best model, to use"])
     for each in run.checkpoints:
         value: Any = each.metrics.get(name) if name else None
         saved = each.facts.get("time")
-        when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(saved)) if isinstance(saved, float) else ""
-        best = "best" if each.step == run.status.get("best_step") else ""
-        rows.append([each.path.name, number(value), best, format_bytes(each.num_bytes), when, each.problem or "valid"])
-    header = ["checkpoint", str(name or "metric"), "", "size", "saved", ""]
-    return table(header, rows, "hn-n--")
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(saved)) if isinstance(saved, float) else ""
+        purpose = f"damaged: {each.problem}" if each.problem else "to resume from"
+        folder = f"{CHECKPOINTS}/{each.path.name}"
+        rows.append([folder, number(each.step), number(value), format_bytes(each.num_bytes), when, purpose])
+    header = ["folder", "step", str(name or "metric"), "size", "saved (UTC)", "purpose"]
+    return table(header, rows, "lnnnll", "cards")
+
+
+def _size(folder: Path) -> str:
+    try:
+        return format_bytes(sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()))
+    except OSError:  # a training process replaces it
+        return "–"
 
 
 def _notes(run: RunFiles) -> str:

@@ -44,7 +44,7 @@ def _results(names: Sequence[str], runs: Sequence[RunFiles]) -> str:
     header = ["run", "state", f"best {metric}", "at step", "loss", "held-out loss", "steps", "time", "per step"]
     header += ["tokens/s", "peak memory"]
     rows = [[name, *_row(run, metric)] for name, run in zip(names, runs, strict=True)]
-    return table(header, rows, "h-" + "n" * (len(header) - 2))
+    return table(header, rows, "h-" + "n" * (len(header) - 2), "cards")
 
 
 def _row(run: RunFiles, metric: str) -> list[str]:

@@ -7,6 +7,7 @@ from trimtab.report.page.document import code, paragraph
 from trimtab.report.page.run_files import RunFiles
 
 _TEXT = "a film that stays with you"
+_GENERATES = ("causal-lm", "chat", "seq2seq")
 _PIPELINES = {"classify": "text-classification", "causal-lm": "text-generation"}
 
 
@@ -14,12 +15,22 @@ def usage_section(run: RunFiles) -> str:
     """Return Python code and commands that load the best model, or how to get one."""
     place = shlex.quote(str(run.path.absolute()))
     if not run.card:
-        cure = f"trimtab resume {place}" if run.state in ("stopped", "killed", "failed") else ""
-        return paragraph("This run has no model yet.") + (code(cure) if cure else "")
+        if run.state not in ("stopped", "killed", "failed"):
+            return paragraph("This run has no model yet.")
+        start = "from its last checkpoint" if run.checkpoints else "from the start"
+        return paragraph(f"This run has no model. Continue it {start}:") + code(f"trimtab resume {place}")
     parts = [code(python_code(run))]
     if pipeline := pipeline_code(run):
         parts += [paragraph("With transformers alone:"), code(pipeline)]
     return "".join(parts) + paragraph("On the command line:") + code("\n".join(_commands(run, place)))
+
+
+def samples_command(run: RunFiles) -> str:
+    """Return the command that adds sample generations to the page; empty if the model does not generate text."""
+    if run.card.get("task") not in _GENERATES or run.state == "running":
+        return ""
+    what = "No samples yet. This command lets the model before and after training continue three held-out prompts:"
+    return paragraph(what) + code(f"trimtab report {shlex.quote(str(run.path.absolute()))} --samples 3")
 
 
 def python_code(run: RunFiles) -> str:
@@ -30,7 +41,7 @@ def python_code(run: RunFiles) -> str:
         columns = run.card.get("columns", {}).get("text")
         text = f'("{_TEXT}", "another text")' if isinstance(columns, list) and len(columns) == 2 else f'"{_TEXT}"'
         lines.append(f"print(model.predict([{text}]))")
-    elif task in ("causal-lm", "chat", "seq2seq"):
+    elif task in _GENERATES:
         lines.append(f'print(model.generate("{_TEXT}", max_new_tokens=40))')
     else:
         lines.append("print(model.model.config)  # the model and model.tokenizer are those of transformers")
