@@ -47,6 +47,14 @@ def test_everything_missing_is_reported_at_once(bert):
     assert found[3].endswith("did you mean accuracy?")
 
 
+def test_nothing_is_said_about_the_value_of_a_key_that_is_misspelt(bert):
+    Path("r.yaml").write_text("model_name_or_path: bert\ndata_files: reviews.csv\n")
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(Path("r.yaml"), {}, [], extra_check=missing_parts)
+    assert "model_name_or_path: found 'bert'" in caught.value.problem
+    assert "?" not in caught.value.problem
+
+
 def test_existing_parts_pass(bert):
     Path("folder").mkdir()
     write_csv(Path("folder/a.csv"), reviews(2))

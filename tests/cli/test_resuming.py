@@ -127,6 +127,9 @@ def test_stopped_resumed_extended_replaced(command):
     assert "has no checkpoint of step 7" in err
     code, _, err = command("train", "recipe.yaml", "--quiet")
     assert (code, "contains a finished run (step 20 of 20)" in err) == (2, True)
+    for mistake in (["--data", "nowhere.csv"], ["--model", "no-such-model"], ["--set", "adapter={targets: [none]}"]):
+        assert command("train", "recipe.yaml", "--quiet", "--fresh", *mistake).code == 2
+        assert {path: path.stat().st_mtime_ns for path in RUN.rglob("*")} == before  # a mistake costs no run
     assert command("train", "recipe.yaml", "--quiet", "--fresh").code == 0
     assert reproducible_lines(RUN) == whole
     code, _, err = command("resume", "nowhere")

@@ -19,7 +19,8 @@ from trimtab.inference.predict_text import predict_text
 from trimtab.log import say
 from trimtab.model.hub import is_adapter
 from trimtab.recipe.load import LoadedRecipe, render_resolved_yaml
-from trimtab.runs.run_folder import Folder, ReadOnlyRunFolder, RunFolder
+from trimtab.runs.lock import RunLock
+from trimtab.runs.run_folder import HEARTBEAT_TIMEOUT_S, Folder, ReadOnlyRunFolder, RunFolder, clear_folder
 from trimtab.runs.start_point import StartPoint
 from trimtab.training.loop import Trainer
 from trimtab.training.progress_lines import Progress
@@ -32,6 +33,9 @@ def open_folder(start: StartPoint, engine: Engine) -> Folder:
     place = read_rank_info()
 
     def make() -> Path:
+        if start.replaces_run:
+            with RunLock(start.path, take_over=place.attempt > 0, patience_s=HEARTBEAT_TIMEOUT_S):
+                clear_folder(start.path)
         made.append(RunFolder(start.path, place.job, goes_on=start.is_resumed, again=place.attempt > 0))
         return made[0].path
 

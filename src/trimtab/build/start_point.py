@@ -21,7 +21,6 @@ from trimtab.runs.run_folder import (
     CHECKPOINTS,
     HEARTBEAT_TIMEOUT_S,
     check_free,
-    clear_folder,
     default_folder,
     find_run,
     unfinished_run,
@@ -30,7 +29,7 @@ from trimtab.runs.start_point import StartPoint
 
 
 def find_start_point(recipe: Recipe, resume: bool | str, fresh: bool) -> StartPoint:
-    """Decide where a run starts. Nothing is changed yet, except that `fresh` removes an existing run.
+    """Decide where a run starts. Nothing is changed yet: a mistake in the recipe must not cost the run in the folder.
 
     Args:
         recipe: The recipe.
@@ -51,8 +50,7 @@ def find_start_point(recipe: Recipe, resume: bool | str, fresh: bool) -> StartPo
         # refuses here, before anything is loaded, if another process trains this run
         with RunLock(path, take_over=job is not None, patience_s=HEARTBEAT_TIMEOUT_S):
             if fresh:
-                clear_folder(path)
-                run = None
+                return StartPoint(path, replaces_run=True)
     if run is None or not resume:
         check_free(path)
         return StartPoint(path)

@@ -19,6 +19,7 @@ from trimtab.recipe.yaml_text import as_yaml
 
 _MAX_VALUE_CHARS = 60
 _MISSING = object()
+_PLACEHOLDER = "?"  # value of a required key while the rest of the recipe is checked
 _REQUIRED = "required, but missing"
 # Suggestions for a bare value that should be a mapping.
 _MAPPING_FOR_VALUE = {
@@ -118,9 +119,15 @@ def drop_paths(values: Mapping[str, Any], paths: Sequence[tuple[str, ...]]) -> d
     data = rest.get("data")
     return {
         **rest,
-        "model": rest.get("model", "?"),
-        "data": {"train": "?", **(data if isinstance(data, Mapping) else {})},
+        "model": rest.get("model", _PLACEHOLDER),
+        "data": {"train": _PLACEHOLDER, **(data if isinstance(data, Mapping) else {})},
     }
+
+
+def unknown_keys(recipe: Any) -> list[str]:
+    """Return the required keys of a recipe that have placeholders: nothing can be said about their values."""
+    found = {"model": recipe.model, "data.train": recipe.data.train}
+    return [key for key, value in found.items() if isinstance(value, str) and value == _PLACEHOLDER]
 
 
 def shown(value: Any) -> str:

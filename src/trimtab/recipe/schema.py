@@ -20,7 +20,7 @@ from pydantic import (
 )
 
 from trimtab.recipe.consistency import find_contradictions
-from trimtab.recipe.mistakes import Mistake, drop_paths, explain_errors, raise_mistakes
+from trimtab.recipe.mistakes import Mistake, drop_paths, explain_errors, raise_mistakes, unknown_keys
 from trimtab.recipe.value_types import (
     Allowances,
     BatchLimit,
@@ -466,7 +466,7 @@ class Recipe(Section):
                 # Check the rest without the wrong values, so that the user sees all mistakes together.
                 recipe = _valid_rest(handler, values, found)
         if recipe is not None:
-            wrong = [mistake.key for mistake in mistakes]
+            wrong = [*(mistake.key for mistake in mistakes), *unknown_keys(recipe)]
             extra_check = context.get("extra_check", lambda recipe: ())
             for mistake in (*find_contradictions(recipe), *extra_check(recipe)):
                 if not any(map(mistake.depends_on, wrong)):
