@@ -4,6 +4,7 @@ from command_line import command_line_page
 from python_api import engine_page, python_page
 from trimtab.cli.train import INTERRUPTED
 from trimtab.errors import TrimtabError
+from trimtab.hardware.catalog import CATALOG, GIB
 from trimtab.runs.contents import CONTENTS
 
 
@@ -15,6 +16,7 @@ def reference_pages() -> dict[str, str]:
         "reference/engine.md": engine_page(),
         "reference/exit-codes.md": exit_codes_page(),
         "reference/run-folder.md": run_folder_page(),
+        "reference/gpus.md": gpus_page(),
     }
 
 
@@ -53,6 +55,29 @@ A run has a folder, `runs/EXPERIMENT/NAME` or `--out DIR`. It is the result, and
 {rows}
 
 [What happens when you train](../training.md), [resume](../resume.md), [tracking](../tracking.md).
+"""
+
+
+def gpus_page() -> str:
+    """The devices that a plan can be made for."""
+    rows = "\n".join(
+        f"| `{device.name}` | {device.memory_bytes / GIB:.2f} | {device.bandwidth / 1e9:,.0f} "
+        f"| {device.rate('fp16') / 1e12:,.0f} | {['no', 'yes'][device.native_bf16]} | {device.host_link / 1e9:,.0f} |"
+        for device in CATALOG.values()
+        if not device.is_cpu
+    )
+    return f"""# GPUs that plans know
+
+Names for `trimtab plan --gpu` and `trimtab memory --gpu`, also spelled as in `nvidia-smi` ("RTX 4090"). The device of
+this machine needs no name, and `--memory 16GiB` plans for less than all of its memory.
+
+| name | GiB | GB/s | TFLOP/s in fp16 | bf16 | GB/s to the host |
+|---|---|---|---|---|---|
+{rows}
+
+GiB are what torch reports, which is less than advertised. Rates are those of data sheets (products with fp32
+accumulation); the link to the host is a rule of thumb for the generation of PCIe, but for the H200, where it was
+measured. How accurate predicted times are: [the planner](../planner.md#time). `cpu` plans for a desktop CPU.
 """
 
 

@@ -83,6 +83,7 @@ def test_the_reference_has_every_command_and_every_name(site):
     assert "\n    gradient_accumulation_steps: int = 1,\n" in engine
     assert engine.index("## prepare\n") < engine.index("## print\n"), "what a loop needs comes first"
     assert "75" in (site / "reference" / "exit-codes.html").read_text()
+    assert "<code>rtx-4060-ti</code>" in (site / "reference" / "gpus.html").read_text()
 
 
 @pytest.mark.slow
