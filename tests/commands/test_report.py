@@ -42,7 +42,8 @@ def classified(tiny, out="run", **settings):
 
 def text_of(page):
     """The text of a page without its tags."""
-    return " ".join(re.sub(r"<[^>]*>", " ", page.partition("<main>")[2].partition("</main>")[0]).split())
+    main = page.partition("<main>")[2].partition("</main>")[0].replace("<wbr>", "")
+    return " ".join(re.sub(r"<[^>]*>", " ", main).split())
 
 
 def run_code(code):
@@ -185,7 +186,7 @@ def test_an_interrupted_and_a_failed_run_write_their_reports(tiny):
         fit(Recipe(**settings, out="failed"), callbacks=[Fail()], progress="quiet", device="cpu")
     page = Path("failed/report.html").read_text()
     assert "ValueError: &lt;b&gt;broken&lt;/b&gt;" in page
-    assert "This run has no model yet." in page
+    assert "This run has no model. Continue it from" in page
 
 
 def test_a_report_that_cannot_be_written_is_one_warning(tiny, monkeypatch, caplog):
@@ -295,7 +296,7 @@ def test_a_run_that_trains_again_shows_no_results_of_its_last_attempt(tiny):
     assert "killed" in text
     assert "Training time" not in text
     assert "median so far" in text
-    assert re.search(r"time of an optimizer step – [\d.]+ m?s", text)
+    assert re.search(r"measured time of an optimizer step [\d.]+ m?s", text)
 
 
 def test_files_that_are_damaged_or_missing():

@@ -17,7 +17,8 @@ from trimtab.report.page.document import document, escape, number, section, tabl
 from trimtab.report.page.held_out_section import held_out_rows
 from trimtab.report.page.plan_section import comparison_with_prediction, plan_section
 from trimtab.report.page.run_files import RunFiles, read_recipe
-from trimtab.report.page.run_page import run_tiles
+from trimtab.report.page.run_page import run_page, run_tiles
+from trimtab.report.page.usage import usage_section
 
 EVIL = "</script><script>alert(1)</script> & \"quotes\" 'too' \x00\ud800"
 
@@ -208,6 +209,29 @@ def run_in_node(expression):
 @pytest.mark.parametrize("bounds", [(0.3, 0.30000000000000004), (0.3, 0.4), (1000.0, 1000.0000000000001), (0, 9e15)])
 def test_the_ticks_of_every_range_end(bounds):
     assert len(run_in_node(f"linearTicks({bounds[0]}, {bounds[1]}, 5)")) <= 11
+
+
+def test_a_run_in_progress_tells_the_time_left_and_is_not_to_be_resumed(tmp_path):
+    status, curves = {"step": 10, "num_steps": 70}, {"time": [(step, 2.0 * step) for step in range(1, 11)]}
+    card = {"task": "classify"}
+    for state, left, is_resumed in (("running", ", about 2 min left", False), ("killed", "", True)):
+        run = RunFiles(tmp_path, status, state, "", curves=curves, card=card)
+        assert ("Steps", "10", f"of 70{left}") in run_tiles(run)
+        assert ("trimtab resume" in usage_section(run)) == is_resumed
+
+
+def test_a_page_of_a_model_that_generates_names_the_command_for_samples(tmp_path):
+    for task, is_named in (("chat", True), ("classify", False)):
+        run = RunFiles(tmp_path, {"step": 1}, "finished", "", card={"task": task})
+        assert ("--samples 3" in text_of(run_page(run))) == is_named
+
+
+def test_the_rest_of_a_processs_memory_is_explained(tmp_path):
+    plan = PLAN | {"device": "cpu", "predicted_total_bytes": 5 * 2**30}
+    text = text_of(comparison_with_prediction(RunFiles(tmp_path, {"step": 1}, "finished", "", plan=plan)))
+    assert "The other 1.0 GiB are Python, PyTorch and other libraries." in text
+    none = RunFiles(tmp_path, {"step": 1, "train_seconds": 2.0}, "finished", "", plan={"device": "cpu"})
+    assert text_of(comparison_with_prediction(none)).endswith("measured time of an optimizer step 2.00 s")
 
 
 @pytest.mark.parametrize(

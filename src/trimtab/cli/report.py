@@ -26,10 +26,12 @@ def report(
     """Write the report of a run, or of several runs, as one HTML file."""
     from trimtab.commands.report import watch as watch_runs
     from trimtab.commands.report import write_page
-    from trimtab.commands.samples import write_samples
 
-    for run in runs if samples is not None else ():
-        write_samples(run, samples or 0, device=device)
+    if samples is not None:
+        from trimtab.commands.samples import write_samples  # loads what runs a model, which a page does not need
+
+        for run in runs:
+            write_samples(run, samples, device=device)
     if not watch:
         if port is not None:
             raise RecipeError(f"--port {port} has no effect without --watch", "add --watch, or remove --port")

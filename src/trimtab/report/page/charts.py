@@ -97,8 +97,8 @@ def places(charts: Sequence[Mapping[str, Any]]) -> str:
         return ""
     figures = "\n".join(f'<figure data-chart="{escape(one["id"])}"></figure>' for one in charts)
     tools = (
-        '<div class="tools"><span class="soft">By optimizer step. Hover or tap for values, drag to zoom, double-click '
-        "to reset. Keyboard: Tab to a chart, then ← →, + −, Esc.</span>"
+        '<div class="tools"><span class="soft">By optimizer step. Hover or tap for values, drag to zoom. '
+        "Keyboard: Tab to a chart, then ← →, + −, Esc.</span>"
         '<button type="button" data-reset hidden>reset zoom</button></div>'
     )
     hint = "<noscript><p>The curves need JavaScript. Their values are in metrics.jsonl.</p></noscript>"

@@ -116,7 +116,7 @@ def _cell(text: str, kind: str, title: str) -> str:
     if kind == "h":
         return f'<th scope="row">{escape(text)}</th>'
     inner = escape(text)
-    if kind == "k":  # a long key may break after a dot or an underscore
+    if kind in ("k", "l"):  # a long key or label may break after a dot or an underscore
         inner = re.sub(r"([._])", r"\1<wbr>", inner)
     attribute = f' data-title="{escape(title)}"' if title else ""
     return f"<td{_class(_CLASSES.get(kind, ''))}{attribute}>{inner}</td>"

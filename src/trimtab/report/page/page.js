@@ -2,7 +2,7 @@
 "use strict";
 (() => {
   const HEIGHT = 220, LEFT = 52, RIGHT = 10, TOP = 8, BOTTOM = 22, MIN_DRAG = 6;
-  const view = { from: null, to: null, cursor: null, log: {}, hidden: new Set(), drag: null };
+  const view = { from: null, to: null, cursor: null, hovered: null, log: {}, hidden: new Set(), drag: null };
   let charts = {};
 
   const escaped = (text) => String(text).replace(/[&<>"']/g, (c) => `&#${c.charCodeAt(0)};`);
@@ -239,7 +239,10 @@
     };
   }
   const drawAll = () => { const giveBack = keepFocus(); figures().forEach(draw); giveBack(); };
-  const pointAll = (hovered) => figures().forEach((figure) => point(figure, figure === hovered));
+  function pointAll(hovered) {
+    view.hovered = hovered ? hovered.dataset.chart : null;
+    figures().forEach((figure) => point(figure, figure === hovered));
+  }
   function moveTo(figure, step) {
     const steps = shown(charts[figure.dataset.chart]).flatMap((series) =>
       series.points.length ? [series.points[nearest(series.points, step)][0]] : []);
@@ -355,8 +358,8 @@
           document.getElementById("chart-data").textContent = next.getElementById("chart-data").textContent;
           document.title = next.title;
           document.querySelectorAll("details").forEach((details, i) => { details.open = Boolean(open[i]); });
-          if (!view.drag) view.cursor = null;
           start();
+          pointAll(figures().find((figure) => figure.dataset.chart === view.hovered));
           giveBack();
         }
         tagShown = tag;

@@ -9,7 +9,7 @@ from trimtab.report.page.charts import places, training_charts
 from trimtab.report.page.data_section import data_card
 from trimtab.report.page.document import document, escape, navigation, number, paragraph, section, table, tiles
 from trimtab.report.page.held_out_section import held_out_rows, samples_section
-from trimtab.report.page.plan_section import comparison_with_prediction, peak_of, plan_section
+from trimtab.report.page.plan_section import comparison_with_prediction, measured_step_s, peak_of, plan_section
 from trimtab.report.page.recipe_section import recipe_section
 from trimtab.report.page.run_files import RunFiles
 from trimtab.report.page.usage import samples_command, usage_section
@@ -79,7 +79,7 @@ def run_tiles(run: RunFiles) -> list[tuple[str, str, str]]:
     step, total = status.get("step", 0), status.get("num_steps", 0)
     epochs = _digits(step / plan["steps_per_epoch"], 2) if step and plan.get("steps_per_epoch") else None
     words = "" if epochs is None else f", {epochs} epoch" + "s" * (epochs != "1")
-    found.append(("Steps", f"{step:,}", f"of {total:,}{words}"))
+    found.append(("Steps", f"{step:,}", f"of {total:,}{words}{_time_left(run)}"))
     found += _speed(run)
     predicted, measured = peak_of(run)
     if measured:
@@ -88,6 +88,11 @@ def run_tiles(run: RunFiles) -> list[tuple[str, str, str]]:
     if plan.get("num_trainable") is not None:
         found.append(("Trainable", _short(plan["num_trainable"]), f"of {_short(plan['num_parameters'])} parameters"))
     return found
+
+
+def _time_left(run: RunFiles) -> str:
+    step_s, left = measured_step_s(run), run.status.get("num_steps", 0) - run.status.get("step", 0)
+    return f", about {format_seconds(step_s * left)} left" if run.state == "running" and step_s and left > 0 else ""
 
 
 def _speed(run: RunFiles) -> list[tuple[str, str, str]]:

@@ -44,12 +44,12 @@ def _results(names: Sequence[str], runs: Sequence[RunFiles]) -> str:
     header = ["run", "state", f"best {metric}", "at step", "loss", "held-out loss", "steps", "time", "per step"]
     header += ["tokens/s", "peak memory"]
     rows = [[name, *_row(run, metric)] for name, run in zip(names, runs, strict=True)]
-    return table(header, rows, "h-" + "n" * (len(header) - 2), "cards")
+    return table(header, rows, "h-" + "n" * (len(header) - 2))
 
 
 def _row(run: RunFiles, metric: str) -> list[str]:
     status, (_, measured) = run.status, peak_of(run)
-    is_same = status.get("metric_name") == metric
+    is_same = status.get("metric_name") == metric and status.get("best_metric") is not None
     seconds, tokens, step_s = run.measured("train_seconds"), run.measured("num_tokens"), measured_step_s(run)
     return [
         run.state,

@@ -69,6 +69,8 @@ def _commands(run: RunFiles, place: str) -> list[str]:
     lines = [] if run.card.get("task") == "masked-lm" else [f'trimtab predict {place} --text "{_TEXT}"']
     if run.plan.get("num_eval_rows"):
         lines.append(f"trimtab evaluate {place}")
+    if run.state == "running":
+        return lines
     if run.state != "finished":
         return [*lines, f"trimtab resume {place}"]
     asked = {value.key: value.value for value in run.recipe}
