@@ -206,7 +206,7 @@ def _encoder_decoder_graphs(model: Any, inputs: Mapping[str, Tensor]) -> list[Gr
 
 
 def _example_cache(model: Any, inputs: Mapping[str, Tensor]) -> list[Tensor] | None:
-    """Return the keys and values of three tokens; None for a model that has none, or keeps more than those."""
+    """Return the keys and values of three tokens; None for a model without a cache, or with more than those in it."""
     if kind_of(model) != "causal-lm":
         return None
     with torch.no_grad():
@@ -219,7 +219,7 @@ def _example_cache(model: Any, inputs: Mapping[str, Tensor]) -> list[Tensor] | N
 
 
 def _cache_of(tensors: Sequence[Tensor]) -> Any:
-    """Return transformers' cache of keys and values; of all tokens, also in models that look at the last ones only."""
+    """Return transformers' cache of keys and values of all tokens, even if a model attends only to the last ones."""
     from transformers.cache_utils import DynamicCache
 
     return DynamicCache(list(zip(tensors[::2], tensors[1::2], strict=True)))

@@ -96,7 +96,7 @@ def memory_bytes(model: torch.nn.Module) -> int:
 
 
 def _plain_tensors(tensor: Any) -> list[torch.Tensor]:
-    """Return the tensors that a tensor is made of: those of torchao's subclasses, the scales of bitsandbytes' ones."""
+    """Return the tensors that a tensor consists of: parts of torchao's subclasses, scales of bitsandbytes' tensors."""
     state = getattr(tensor, "quant_state", None)
     if state is not None:
         of_scales = getattr(state, "state2", None)  # without double quantization there are none

@@ -5,7 +5,8 @@ from typing import Any
 
 from trimtab.report.page.document import bars, escape, number, paragraph, table
 
-MAX_MATRIX = 30  # labels of a confusion matrix; of more labels only the most frequent confusions are kept
+# maximum number of labels of a confusion matrix; with more labels, only the most frequent confusions are kept
+MAX_MATRIX = 30
 _MAX_LABELS = 40
 _MAX_TEXT = 600
 
