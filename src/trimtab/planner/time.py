@@ -183,7 +183,7 @@ def step_seconds(
 
 
 class _Link:
-    """The copies between host and device: one after the other in each direction."""
+    """The copies between host and device: one after another in each direction."""
 
     def __init__(self, device: Device) -> None:
         self._rate = device.bandwidth / 2 if device.is_cpu else device.host_link

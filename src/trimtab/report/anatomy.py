@@ -308,7 +308,7 @@ def _name_modules(model: torch.nn.Module) -> list[Any]:
         running.append((name, scope))
 
     def leave(name: str, *called_with: object) -> None:
-        if running and running[-1][0] == name:  # a record may begin inside of a module
+        if running and running[-1][0] == name:  # recording may start inside a module
             running.pop()[1].__exit__(None, None, None)
 
     handles: list[Any] = []

@@ -47,7 +47,19 @@ class RunState:
 
 @dataclass(frozen=True)
 class FitResult:
-    """How a run ended."""
+    """The end of a run: how it ended, and its measurements.
+
+    Attributes:
+        step: Optimizer steps done.
+        metrics: The metrics of the last evaluation.
+        best_metric: The best value of the metric that selects the best model; None without an evaluation.
+        best_step: The step of the best model.
+        stop_reason: Why the run ended.
+        train_seconds: Training time, without evaluations and saves.
+        num_tokens: Tokens trained on, by all processes.
+        num_skipped: Optimizer steps that were skipped.
+        peak_memory_bytes: Peak memory in use.
+    """
 
     step: int
     metrics: dict[str, float]
