@@ -32,7 +32,7 @@ def open_folder(start: StartPoint, engine: Engine) -> Folder:
     place = read_rank_info()
 
     def make() -> Path:
-        made.append(RunFolder(start.path, place.job, goes_on=start.is_resumed, again=place.attempt > 0))
+        made.append(RunFolder(start.path, place.job, resumes=start.is_resumed, restarted=place.attempt > 0))
         return made[0].path
 
     path = engine.decide_on_main_process(make)

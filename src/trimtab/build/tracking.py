@@ -26,7 +26,7 @@ from trimtab.tracking.upload.uploader import MlflowUploader
 
 
 def build_uploader(
-    recipe: Recipe, plan: Plan, tokens: Tokens, engine: Engine, folder: Folder, is_more_better: bool
+    recipe: Recipe, plan: Plan, tokens: Tokens, engine: Engine, folder: Folder, higher_is_better: bool
 ) -> Uploader:
     """Build the uploader of a run's metrics and files; only the main process has one.
 
@@ -36,14 +36,14 @@ def build_uploader(
         tokens: The rows, for their digests.
         engine: The engine of the run.
         folder: The run's folder.
-        is_more_better: Whether higher values of the metric that selects the best model are better.
+        higher_is_better: Whether higher values of the metric that selects the best model are better.
     """
     uri = tracking_uri(recipe.track.uri, folder.path)
     if uri is None or recipe.limits.fast_dev_run or isinstance(folder, ReadOnlyRunFolder):
         return NoUploader()
     about = _about(recipe, folder.path)
     about.tags |= _facts(plan, tokens, engine)
-    about.metric, about.higher_is_better = plan.metric, is_more_better
+    about.metric, about.higher_is_better = plan.metric, higher_is_better
     return MlflowUploader(folder.path, uri, about)
 
 

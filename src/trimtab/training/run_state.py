@@ -72,7 +72,7 @@ class FitResult:
     peak_memory_bytes: int
     interruption: str | None = None  # a signal or the time limit: the run can be resumed
     save_failure: str | None = None  # why there is no checkpoint of the last step
-    rows_at_once: int | None = None  # micro-batch size at the end, summed over all processes
+    micro_batch_size: int | None = None  # micro-batch size at the end, summed over all processes
 
     def summary(self) -> dict[str, Any]:
         """Return the values of the result that `run.json` stores."""
