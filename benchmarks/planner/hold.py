@@ -165,7 +165,7 @@ def child() -> None:
                 "outside": outside,
                 "total": last["peak_reserved_bytes"] + outside,
                 "notes": [line["note"] for line in lines if "note" in line],
-                "rows_at_once": result.fit.rows_at_once,
+                "rows_at_once": result.fit.micro_batch_size,
                 "steps": result.fit.step,
                 "step_s": sorted(b - a for a, b in zip(steps, steps[1:], strict=False))[len(steps) // 2],
             }

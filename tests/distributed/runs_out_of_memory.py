@@ -157,7 +157,7 @@ def at_some_operations(runs: Runs, num_places: int) -> None:
     for number, at in enumerate(range(1 + stride // 2, num_operations, stride)):
         faults, watch = Faults({2: at} if number % 3 in (RANK, 2) else {}), Watch()
         result = runs.train(faults, [watch])
-        assert (faults.num_calls, result.fit.step, result.fit.rows_at_once) == (4, 3, 4), at
+        assert (faults.num_calls, result.fit.step, result.fit.micro_batch_size) == (4, 3, 4), at
         for ours, theirs in zip(watch.weights[1:], expected.weights, strict=True):
             assert same_bits(ours, theirs), at
 

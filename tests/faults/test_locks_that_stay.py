@@ -47,7 +47,7 @@ def test_a_lock_that_cannot_be_removed_at_the_end(tmp_path, said, frozen):
         assert f"{folder.path / LOCK} cannot be removed: Operation not permitted" in told
         with pytest.raises(RecipeError, match="holds a"):
             check_free(folder.path)
-    RunFolder(folder.path, goes_on=True).finish("finished")
+    RunFolder(folder.path, resumes=True).finish("finished")
 
 
 def test_a_lock_of_a_dead_process_that_cannot_be_replaced(tmp_path):
@@ -60,7 +60,7 @@ def test_a_lock_of_a_dead_process_that_cannot_be_replaced(tmp_path):
     with attribute("i", lock):
         for _ in range(2):
             with pytest.raises(CheckpointError, match="Operation not permitted"):
-                RunFolder(folder.path, goes_on=True)
+                RunFolder(folder.path, resumes=True)
             assert not list(folder.path.glob(f".{LOCK}.*"))
 
 

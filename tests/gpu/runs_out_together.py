@@ -86,7 +86,7 @@ def main(folder: Path) -> None:
     dist.init_process_group("cpu:gloo,cuda:gloo")
     agreements = Agreements()
     free = train(folder, "free")
-    assert (free.fit.step, free.fit.rows_at_once) == (5, 32), free.fit
+    assert (free.fit.step, free.fit.micro_batch_size) == (5, 32), free.fit
     print(f"{len(agreements.seconds)} agreements, {1e3 * statistics.median(agreements.seconds):.2f} ms each")
     peak = free.fit.peak_memory_bytes
     expected = WatchOnHost()
@@ -96,7 +96,7 @@ def main(folder: Path) -> None:
         watch = WatchOnHost()
         result = train(folder, f"squeezed-{rank}", [Squeeze(rank, peak), watch])
         torch.cuda.set_per_process_memory_fraction(1.0)
-        assert (result.fit.step, result.fit.rows_at_once) == (5, 16), result.fit
+        assert (result.fit.step, result.fit.micro_batch_size) == (5, 16), result.fit
         notes = [line["note"] for line in lines_of(result.folder) if "note" in line]
         assert len(notes) == 1, notes
         assert "at step 2" in notes[0], notes

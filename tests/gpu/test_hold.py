@@ -60,7 +60,7 @@ def test_the_look_ahead_measures_what_the_run_needs(tmp_path):
     result = run(tmp_path, "free")
     last = lines_of(result.folder)[-1]
     assert last["preflight_peak_bytes"] == pytest.approx(last["peak_memory_bytes"], rel=0.02)
-    assert result.fit.rows_at_once == 32
+    assert result.fit.micro_batch_size == 32
 
 
 def test_a_budget_leads_to_smaller_micro_batches(tmp_path):
@@ -71,7 +71,7 @@ def test_a_budget_leads_to_smaller_micro_batches(tmp_path):
     outside = expected_non_allocator_memory(with_kernels=False)
     budget = outside + int(needed * 0.55) + 64 * MIB
     held = run(tmp_path, "held", budget, gradient_checkpointing="none")
-    assert held.fit.rows_at_once in (8, 16)
+    assert held.fit.micro_batch_size in (8, 16)
     assert held.fit.step == free.fit.step == 3
     last = lines_of(held.folder)[-1]
     assert last["peak_reserved_bytes"] <= budget - outside
@@ -107,7 +107,7 @@ def test_memory_that_runs_out_in_the_middle_of_a_run(tmp_path):
     )
     result = fit(recipe, callbacks=[Takes()], progress="quiet")
     assert result.fit.step == 3
-    assert result.fit.rows_at_once < 32
+    assert result.fit.micro_batch_size < 32
     notes = [line["note"] for line in lines_of(result.folder) if "note" in line]
     assert notes
     assert all("at step" in note for note in notes)

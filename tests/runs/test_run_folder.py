@@ -188,7 +188,7 @@ def test_numbers_that_a_server_may_have_stay_and_are_not_written_again(tmp_path,
     lines = text.splitlines(keepends=True)
     if lines_sent:
         note_sent(tmp_path / "run", len(b"".join(lines[: lines_sent + 1])) + (1 if lines_sent == 8 else 0))
-    folder = RunFolder(tmp_path / "run", goes_on=True)
+    folder = RunFolder(tmp_path / "run", resumes=True)
     folder.start({"seed": 1}, 20, position, 6)
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == b"".join(lines[: kept + 1])
     for step in range(7, 13):
@@ -203,7 +203,7 @@ def test_other_numbers_of_a_step_that_is_taken_again_are_written(tmp_path):
     """As after a change of the learning rate: both are true, and both are on the server."""
     position = killed_run(tmp_path / "run")
     note_sent(tmp_path / "run", (tmp_path / "run" / "metrics.jsonl").stat().st_size)
-    folder = RunFolder(tmp_path / "run", goes_on=True)
+    folder = RunFolder(tmp_path / "run", resumes=True)
     folder.start({"seed": 1}, 20, position, 6)
     folder.record({"loss": 5.0}, 7)
     folder.finish("finished")
@@ -217,7 +217,7 @@ def test_killed_twice(tmp_path):
     size = (tmp_path / "run" / "metrics.jsonl").stat().st_size
     note_sent(tmp_path / "run", size)
     for saved_at, until in ((6, 8), (8, 12)):
-        folder = RunFolder(tmp_path / "run", goes_on=True)
+        folder = RunFolder(tmp_path / "run", resumes=True)
         folder.start({"seed": 1}, 20, position, saved_at)
         for step in range(saved_at + 1, until + 1):
             folder.record({"loss": 1 / step, "tokens_per_s": 0}, step)
@@ -229,7 +229,7 @@ def test_killed_twice(tmp_path):
 def test_killed_before_any_state_was_saved(tmp_path):
     killed_run(tmp_path / "run")
     note_sent(tmp_path / "run", (tmp_path / "run" / "metrics.jsonl").stat().st_size)
-    folder = RunFolder(tmp_path / "run", goes_on=True)
+    folder = RunFolder(tmp_path / "run", resumes=True)
     folder.start({"seed": 1}, 20)
     for step in range(1, 13):
         folder.record({"loss": 1 / step, "tokens_per_s": 0}, step)

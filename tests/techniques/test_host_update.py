@@ -110,7 +110,7 @@ def test_memory_that_runs_out_in_backward_is_undone_and_retried(train, monkeypat
 
     monkeypatch.setattr(HostWeights, "_take", take_or_fail)
     ours = train("host")
-    assert ours.fit.rows_at_once == 4
+    assert ours.fit.micro_batch_size == 4
     assert any("micro-batch size 8 → 4" in line.get("note", "") for line in lines_of(ours.folder))
     assert ours.fit.step == 4
 

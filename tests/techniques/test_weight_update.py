@@ -202,7 +202,7 @@ def test_a_step_that_runs_out_half_way_restarts_from_the_last_checkpoint(train, 
     assert len(notes) == 1
     assert "in backward at step 3: micro-batch size 8 → 4; weights change after backward from now on" in notes[0]
     assert "restarted from the checkpoint of step 2" in notes[0]
-    assert run.fit.rows_at_once == 4
+    assert run.fit.micro_batch_size == 4
     train("device", [expected], **model)
     for one, other in zip(ours.weights, expected.weights, strict=True):
         assert all(torch.allclose(one[name], other[name], atol=1e-5) for name in one)

@@ -97,7 +97,7 @@ class Run:
         wait_until(self.is_acked)
 
     def resume(self, position=None):
-        self.folder = RunFolder(self.path, goes_on=True)
+        self.folder = RunFolder(self.path, resumes=True)
         size = (self.path / "metrics.jsonl").stat().st_size
         self.folder.start({}, 1_000, size if position is None else position, self.step)
         return self.upload()

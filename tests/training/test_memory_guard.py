@@ -194,7 +194,7 @@ def test_a_retried_run_equals_one_with_smaller_micro_batches(train, tiny, monkey
     assert len(expected.weights) == 3
     for share in (0.1, 0.2, 0.5, 0.7, 0.9):
         ours, faults = Watch(), Faults(monkeypatch, {2: int(share * counted.num_operations[1])})
-        assert train([ours], **sections).fit.rows_at_once == 2
+        assert train([ours], **sections).fit.micro_batch_size == 2
         assert faults.num_calls == 5
         assert all(same_bits(*pair) for pair in zip(ours.weights[1:], expected.weights, strict=True)), share
 
@@ -237,7 +237,7 @@ def test_the_smaller_size_is_recorded_and_restored(train, monkeypatch, tmp_path)
     Faults(monkeypatch, {})
     for step, memory, rows in (("step-2", {}, 4), ("step-2", {"micro_batch": 2}, 2), ("step-1", {}, 8)):
         again = train(resume=step, out=str(result.folder), memory=memory)
-        assert (again.fit.rows_at_once, again.fit.step) == (rows, 4)
+        assert (again.fit.micro_batch_size, again.fit.step) == (rows, 4)
 
 
 def test_killed_after_memory_ran_out_and_resumed(train, tiny, monkeypatch):
@@ -267,7 +267,7 @@ def test_killed_after_memory_ran_out_and_resumed(train, tiny, monkeypatch):
 def test_other_errors_are_not_retried(train, monkeypatch, error, is_retried):
     Faults(monkeypatch, {2: 100}, error)
     if is_retried:
-        assert train().fit.rows_at_once == 4
+        assert train().fit.micro_batch_size == 4
     else:
         with pytest.raises(type(error)):
             train()
@@ -288,7 +288,7 @@ def test_a_rewind_does_not_make_it_larger_again(train, monkeypatch):
     Faults(monkeypatch, {5: 100})
     settings = {"epochs": 2, "lr": 1e-3, "on_nan": "rewind"}
     result = train([Breaks(at=5)], train=settings, checkpoint={"every": "3 steps"})
-    assert result.fit.rows_at_once == 4
+    assert result.fit.micro_batch_size == 4
     assert result.fit.step == 8
     assert sum("note" in line for line in lines_of(result.folder)) == 1
 
@@ -485,7 +485,7 @@ def test_evaluation_in_halves(train, monkeypatch, calls, updates, sizes):
     result = train()
     assert result.fit.metrics == pytest.approx(expected, rel=1e-5)
     assert faults.sizes == sizes
-    assert result.fit.rows_at_once == 8, "training keeps its own size"
+    assert result.fit.micro_batch_size == 8, "training keeps its own size"
     held_out = json.loads((result.folder / "report.json").read_text())["held_out"]
     assert held_out["num_rows"] == sum(map(sum, held_out["confusion"])) == 24, "each row is judged once"
 
@@ -566,7 +566,7 @@ def test_what_does_not_fit_is_cut_before_the_first_step(train, monkeypatch, capl
     watch, expected = Watch(), Watch()
     result = train([watch], memory={"budget": "auto"})
     assert calls == [8, 4, 2]
-    assert result.fit.rows_at_once == 2
+    assert result.fit.micro_batch_size == 2
     train([expected], memory={"micro_batch": 2})
     assert all(same_bits(*pair) for pair in zip(watch.weights, expected.weights, strict=True))
     monkeypatch.setattr(Rehearsal, "train", lambda preflight: OutOfMemory())
@@ -592,7 +592,7 @@ def test_an_evaluation_that_does_not_fit_is_cut_before_the_first_step(train, mon
     faults = EvaluationFaults(monkeypatch, (1,))
     result = train(memory={"budget": "auto"})
     assert faults.sizes == [8, 4, 4, *[4] * 6]
-    assert result.fit.rows_at_once == 8
+    assert result.fit.micro_batch_size == 8
 
 
 def test_state_that_does_not_fit(train, monkeypatch):

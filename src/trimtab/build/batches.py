@@ -1,4 +1,4 @@
-"""Loaders of training and evaluation batches of a recipe."""
+"""Loaders for the training and evaluation batches of a recipe."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -25,8 +25,8 @@ def train_batches(
         recipe: The recipe.
         tokens: Its rows.
         micro_batch_size: Rows of a micro-batch over all processes, each as long as the longest; if batches are divided
-            by tokens, a micro-batch has as many tokens.
-        batching: How rows become batches.
+            by tokens, a micro-batch has that many tokens.
+        batching: How rows are batched.
         num_processes: Number of processes that share a batch.
     """
     limit, tokens_per_row, rows = recipe.limits.train, None, recipe.memory.micro_batch
@@ -49,9 +49,9 @@ def train_batches(
 
 
 def _tokens_per_row(recipe: Recipe, tokens: Tokens, micro_batch_size: int) -> float | None:
-    """Tokens that a row of a process counts if packed batches are divided by tokens; None if by rows.
+    """Tokens that count as one row of a process if packed batches are divided by tokens; None if divided by rows.
 
-    They are fewer than those of two of the longest rows: a micro-batch size of 1 is the smallest possible.
+    They are fewer than twice the longest row, because a micro-batch size of 1 must be the smallest possible.
     """
     memory, longest = recipe.memory, max(tokens.train.lengths)
     if memory.micro_batch_tokens == "auto":
@@ -61,7 +61,7 @@ def _tokens_per_row(recipe: Recipe, tokens: Tokens, micro_batch_size: int) -> fl
 
 
 def micro_batch_asked(recipe: Recipe, longest: int) -> int | None:
-    """Rows of a micro-batch that a recipe sets, each as long as the longest; None if it leaves them to the planner."""
+    """Rows of a micro-batch set in a recipe, each as long as the longest; None if the planner chooses."""
     rows, num_tokens = recipe.memory.micro_batch, recipe.memory.micro_batch_tokens
     limits = [] if rows == "auto" else [int(rows)]
     if num_tokens != "auto":
@@ -70,7 +70,7 @@ def micro_batch_asked(recipe: Recipe, longest: int) -> int | None:
 
 
 def limited(limit: int | float | None, num_batches: int) -> int | None:
-    """A limit as Lightning writes it: a whole number of batches, or a share of them."""
+    """A limit in Lightning's notation: a whole number of batches, or a share of them."""
     if limit is None:
         return None
     return max(1, round(limit * num_batches)) if isinstance(limit, float) else limit
@@ -85,7 +85,7 @@ def fast_steps(recipe: Recipe) -> int:
 def make_collate(
     task: Task, collate: Callable[..., Any], batching: Batching, batches: LengthGroupedBatches | None = None
 ) -> Callable[..., Any]:
-    """The function that makes a batch of rows, of one of the sizes of `batches` if that is given."""
+    """The function that collates rows into a batch; if `batches` is given, into one of its sizes."""
     marks = batching.marks_equal_rows
     if not batching.has_few_sizes or batches is None:
         packed = PackedCollate(collate, task.shifts_labels, task.pad_id, marks_equal_rows=marks)
@@ -109,14 +109,14 @@ def make_collate(
 
 
 class EpochCollate:
-    """Collates a micro-batch in the epoch of its sampler: masking depends on (seed, epoch, row) alone."""
+    """Collate a micro-batch in the epoch of its sampler: masking depends only on (seed, epoch, row)."""
 
     def __init__(self, task: Task, batches: LengthGroupedBatches) -> None:
         self._task = task
         self._batches = batches
 
     def __call__(self, examples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-        """Rows as one batch."""
+        """Return rows as one batch."""
         batch: dict[str, torch.Tensor] = self._task.collate(examples, epoch=self._batches.epoch)
         return batch
 
@@ -130,7 +130,7 @@ def make_loader(
 
 
 def eval_loader(recipe: Recipe, collate: Callable[..., Any], tokens: TokenDataset, plan: Plan) -> DataLoader[Any]:
-    """A loader of evaluation rows, the longest first; with `limits.eval`, of rows drawn by the seed.
+    """A loader of evaluation rows, longest first; with `limits.eval`, of rows sampled with the seed.
 
     Rows are always collated as in epoch 0, so all evaluations of a run mask the same tokens.
     """

@@ -1,4 +1,4 @@
-"""Builds rows, task and tokens of a recipe."""
+"""Build the rows, task and tokens of a recipe."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +15,7 @@ from trimtab.model.load import max_positions
 from trimtab.recipe.schema import Recipe
 from trimtab.techniques.adapter import num_virtual_tokens
 
-_SHORTEST = 2  # tokens of a row, of which the first one is not a label
+_SHORTEST = 2  # minimum number of tokens of a row, of which the first is not a label
 
 
 def build_data(recipe: Recipe) -> Data:
@@ -69,7 +69,7 @@ def build_tokens(recipe: Recipe, data: Data, loaded: Loaded) -> Tokens:
     task.bind(loaded.tokenizer, config)
     generation = getattr(loaded.model, "generation_config", None)
     if task.model_kind == "seq2seq-lm" and generation is not None:
-        # so that generation with the saved model starts with the token that the decoder reads first in training
+        # so that generation with the saved model starts with the first token that the decoder reads in training
         generation.update(**generation_start(loaded.tokenizer, config.model_type))
 
     def encode(rows: Rows) -> TokenDataset:
@@ -90,7 +90,7 @@ def texts_of(data: Data) -> list[str]:
 
 
 def _strings(value: Any) -> Iterator[str]:
-    """Every text in a column, those in the messages of a chat too."""
+    """Every text in a column, including those in the messages of a chat."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, list | tuple | dict):

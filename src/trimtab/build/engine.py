@@ -1,4 +1,4 @@
-"""Builds the engine of a recipe, and checks that all processes agree."""
+"""Build the engine of a recipe, and check that all processes agree."""
 
 from contextlib import suppress
 from typing import Any
@@ -49,8 +49,8 @@ def compare_processes(recipe: Recipe, data: Data, tokens: Tokens, engine: Engine
 def leave_out_unused(
     model: torch.nn.Module, freezing: Freezing, loss: Loss, task: Task, tokens: Tokens, engine: Engine
 ) -> None:
-    """Exclude parameters without a gradient from synchronization; found with a backward on one row."""
-    if not engine.use_distributed or has_routed_modules(model):  # which parameters are unused differs by row
+    """Exclude parameters without a gradient from synchronization; they are found with a backward on one row."""
+    if not engine.use_distributed or has_routed_modules(model):  # the unused parameters differ by row
         return
     model.to(engine.device)
     trains = {name: parameter.requires_grad for name, parameter in model.named_parameters()}

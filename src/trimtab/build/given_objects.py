@@ -1,7 +1,7 @@
-"""Models and tokenizers that are passed to `fit` as objects: kept in a folder, which the recipe then names.
+"""Models and tokenizers that are passed to `fit` as objects: saved in a folder, which the recipe then names.
 
-A recipe has to describe its run completely: the planner reads the config of the model, a resumed run and the other
-processes load its weights again. The folder is named after its content, so equal objects mean the same run.
+A recipe has to describe its run completely: the planner reads the config of the model, and a resumed run and the other
+processes load its weights again. The folder is named after its contents, so equal objects mean the same run.
 """
 
 import json
@@ -20,17 +20,17 @@ from trimtab.model.quantization import is_quantized
 from trimtab.recipe.schema import ModelSettings, Recipe
 from trimtab.tracking.mlflow.uri import RUNS, store_root
 
-_FOLDER = "given"  # below the folder of runs
+_FOLDER = "given"  # inside the folder of runs
 _TOKENIZER_FILE = "tokenizer_config.json"
-_WHEN_SAVED = {"architectures", "dtype", "transformers_version"}  # set in the config of a model that is saved
+_WHEN_SAVED = {"architectures", "dtype", "transformers_version"}  # set in the config of a saved model
 
 
 def with_given_objects(recipe: Recipe, model: Any = None, tokenizer: Any = None) -> Recipe:
-    """Return the recipe with folders in which the objects are kept; without objects, the recipe itself.
+    """Return the recipe with the folders in which the objects are saved; without objects, the recipe itself.
 
     Args:
-        recipe: The recipe. Its model is replaced; the name of its tokenizer is used where only a model is passed.
-        model: A model of transformers, with or without a head for the task. It is copied, not trained itself.
+        recipe: The recipe. Its model is replaced; the name of its tokenizer is used if only a model is passed.
+        model: A model of transformers, with or without a head for the task. A copy of it is trained.
         tokenizer: A tokenizer of transformers.
 
     Raises:
@@ -53,7 +53,7 @@ def with_given_objects(recipe: Recipe, model: Any = None, tokenizer: Any = None)
 
 
 def _check_kept(recipe: Recipe) -> None:
-    """Refuse to resume a run whose objects are gone."""
+    """Refuse to resume a run whose saved objects are missing."""
     named = recipe.model
     for name in (named.name, named.tokenizer) if isinstance(named, ModelSettings) else ():
         if name is not None and Path(name).parent.name == _FOLDER and not Path(name).exists():
@@ -95,7 +95,7 @@ def _keep_tokenizer(recipe: Recipe, tokenizer: Any) -> Path:
 
 
 def _check_model(model: Any) -> None:
-    """Refuse a model that a folder would not give back."""
+    """Refuse a model that could not be loaded again from a folder."""
     from transformers import PreTrainedModel
 
     name = type(model).__name__

@@ -26,7 +26,7 @@ _HOST = torch.device("cpu")
 
 @dataclass(frozen=True)
 class _Source:
-    """Where the model of a recipe and its tokenizer come from."""
+    """The sources of the model of a recipe and its tokenizer."""
 
     model: str | dict[str, Any]
     tokenizer: str
@@ -42,7 +42,7 @@ def build_model(recipe: Recipe, data: Data, engine: Engine) -> Loaded:
     options = load_options(recipe, LoadOptions(half if is_pure else torch.float32), half)
 
     def load(device: torch.device) -> torch.nn.Module:
-        torch.manual_seed(recipe.seed)  # a newly initialized head depends on the seed alone
+        torch.manual_seed(recipe.seed)  # a newly initialized head depends only on the seed
         return load_model(
             source.model,
             data.task.model_kind,
@@ -62,7 +62,7 @@ def build_model(recipe: Recipe, data: Data, engine: Engine) -> Loaded:
 
 
 def _loaded(load: Callable[[torch.device], torch.nn.Module], recipe: Recipe, engine: Engine) -> torch.nn.Module:
-    """Load weights on the device; or on the host, if a technique takes them from there."""
+    """Load weights on the device, or on the host if a technique reads them there."""
     if loads_on_host(recipe):
         return load(_HOST)
     try:
@@ -88,8 +88,8 @@ def build_skeleton(recipe: Recipe, data: Data) -> Loaded:
 
 
 def source_of(recipe: Recipe) -> _Source:
-    """Where the model of a recipe and its tokenizer come from."""
-    # no effect in a run, which has resolved the model for all processes
+    """The sources of the model of a recipe and its tokenizer."""
+    # no effect in a run, which has already resolved the model for all processes
     recipe = with_model_here(recipe, find_tracked_model(recipe))
     found = recipe.model
     if not isinstance(found, ModelSettings):

@@ -19,9 +19,9 @@ def optimizer_of(
     """Build the optimizer for parameters that are trainable, or will be.
 
     Args:
-        recipe: Its settings.
+        recipe: The recipe with its settings.
         model: The prepared model.
-        spec: Which optimizer; with bf16-pure it rounds stochastically.
+        spec: The specification, which names the optimizer; with bf16-pure it rounds stochastically.
         device: Where the parameters will be when the optimizer steps.
     """
     settings = recipe.train

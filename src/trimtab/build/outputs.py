@@ -31,7 +31,7 @@ _MIRRORED = ("recipe.yaml", "plan.json", "run.json", FACTS, TRACKING, "metrics.j
 
 
 class BestModelWriter:
-    """Writes the best model as a plain Hugging Face folder, and metrics to the journal."""
+    """Write the best model as a plain Hugging Face folder, and metrics to the journal."""
 
     def __init__(
         self, folder: Folder, engine: Engine, loaded: Loaded, tokens: TokenDataset, card: dict[str, Any], best: Best
@@ -58,7 +58,7 @@ class BestModelWriter:
         return self._written(self._export.write({**self._card, "step": step, "metrics": metrics}))
 
     def write_pending(self) -> str | None:
-        """Retry to write a model that failed because the disk was full."""
+        """Try again to write a model that failed because the disk was full."""
         return self._written(self._export.write_pending())
 
     def _written(self, is_written: bool) -> str | None:
@@ -76,7 +76,7 @@ class BestModelWriter:
         return self._folder.journal_position()
 
     def forget_best(self) -> None:
-        """Record that there is no best model any more."""
+        """Record that there is no longer a best model."""
         self._folder.update(best_metric=None, best_step=None, best_files=None)
 
     def write_bad_rows(self, step: int, rows: list[int]) -> str:
@@ -105,7 +105,7 @@ class NoModelWriter:
     problem: CheckpointError | None = None
 
     def write_best_model(self, step: int, metrics: dict[str, float]) -> str | None:
-        """The path that the main process writes to."""
+        """Return the path that the main process writes to."""
         return str(self._folder.best)
 
     def write_pending(self) -> str | None:
@@ -123,7 +123,7 @@ class NoModelWriter:
         """Do nothing: the main process does it."""
 
     def write_bad_rows(self, step: int, rows: list[int]) -> str:
-        """The path that the main process writes to."""
+        """Return the path that the main process writes to."""
         return str(self._folder.path / f"bad-rows-step-{step}.jsonl")
 
 
@@ -147,7 +147,7 @@ def build_checkpoints(recipe: Recipe, engine: Engine, folder: Folder, asked: Rec
     if settings.mirror is not None and engine.is_main_process:
         # experiment and name: several runs share a drive
         place = Path(settings.mirror, *folder.path.absolute().parts[-2:])
-        known = find_mirror(folder.path)  # of a run that came back from its mirror to another place
+        known = find_mirror(folder.path)  # for a run that was restored from its mirror to another place
         if known is not None and Path(settings.mirror).absolute() in known.parents:
             place = known
         mirror = Mirror(folder.path, place, files=_MIRRORED)

@@ -1,4 +1,4 @@
-"""The data classes that stages of a run pass on."""
+"""The data classes that the stages of a run pass on."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -44,17 +44,17 @@ class Loaded:
 
 @dataclass(frozen=True)
 class ResolvedRun:
-    """A recipe with everything that was decided, read and loaded for it: what a trainer is built from.
+    """A recipe with everything that was decided, read and loaded for it, from which a trainer is built.
 
     Attributes:
         asked: The recipe as the user wrote it, with absolute paths; written to the run's folder.
-        recipe: The same with the folder of a model that came from a tracking server.
+        recipe: The same recipe, with the local folder of a model from a tracking server.
         engine: The engine.
         data: Rows and task.
         tokens: The rows as the model sees them.
         loaded: The model on its device, with its techniques, and its tokenizer.
-        freezing: What is frozen, and until when.
-        plan: Every decision, and what was predicted.
+        freezing: The frozen parameters, and when they are unfrozen.
+        plan: Every decision, and the prediction.
         loss: A loss function passed by the user.
         tracked: The model on a tracking server that the recipe names.
         teacher: The teacher of a recipe with a `distill` section (`trimtab.build.teacher.Teacher`).

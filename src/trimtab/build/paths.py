@@ -1,4 +1,4 @@
-"""The paths in a recipe: absolute where they are written down, so that a run can be resumed from any directory."""
+"""The paths in a recipe: absolute in the stored recipe, so that a run can be resumed from any directory."""
 
 import os
 from collections.abc import Callable
@@ -14,22 +14,23 @@ _Change = Callable[[str], str]
 
 
 def with_absolute_paths(recipe: Recipe) -> Recipe:
-    """A recipe in which every path of this machine is absolute; names on the Hub or on a server do not change."""
+    """Return a recipe in which every local path is absolute; names on the Hub or on a server do not change."""
     changed = _with_paths(recipe, source=make_source_absolute, model=_absolute_if_here, folder=_absolute)
     name = run_name(recipe)
-    if run_name(changed) != name:  # of a pattern such as *.csv, which has no name of its own
+    if run_name(changed) != name:  # for a pattern such as *.csv, which has no name
         changed = changed.model_copy(update={"track": changed.track.model_copy(update={"experiment": name})})
     return changed
 
 
 def with_moved_paths(recipe: Recipe, directory: str | None) -> Recipe:
-    """A recipe whose files have moved along with the directory that the run was started in, as to another machine.
+    """Return a recipe whose files moved together with the run's start directory, for example to another machine.
 
-    A path that does not exist any more is looked for from here, where it was found from that directory.
+    A path that no longer exists is searched relative to the current directory, at the place where it was relative to
+    the start directory.
 
     Args:
-        recipe: The recipe, as it was written down.
-        directory: The directory that the run was started in; None if that is not known.
+        recipe: The stored recipe.
+        directory: The directory in which the run was started; None if unknown.
     """
     if directory is None or not Path(directory).is_absolute():
         return recipe
@@ -52,7 +53,7 @@ def with_moved_paths(recipe: Recipe, directory: str | None) -> Recipe:
 
 
 def _with_paths(recipe: Recipe, *, source: _Change, model: _Change, folder: _Change) -> Recipe:
-    """A recipe with its paths changed: those of data, of models and tokenizers, and of folders that are written to."""
+    """Return a recipe with changed paths: those of data, of models and tokenizers, and of output folders."""
     update: dict[str, Any] = {
         "data": _changed(recipe.data, {"train": source, "eval": source}),
         "checkpoint": _changed(recipe.checkpoint, {"mirror": folder}),

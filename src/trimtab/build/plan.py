@@ -95,19 +95,19 @@ def _padding_share(spec: StepSpec, tokens: Tokens | None, batches: LengthGrouped
 
 
 def count_steps(recipe: Recipe, batches: LengthGroupedBatches) -> tuple[int, int]:
-    """The optimizer steps of a run, and of an epoch."""
+    """The number of optimizer steps of a run, and of an epoch."""
     per_epoch = len(batches.window_sizes())
     num_steps = recipe.train.max_steps or max(1, math.ceil(recipe.train.epochs * per_epoch))
     return (min(num_steps, fast_steps(recipe)) if recipe.limits.fast_dev_run else num_steps), per_epoch
 
 
 def count_warmup(recipe: Recipe, num_steps: int) -> int:
-    """The steps of the warmup, which may be given as a share of all."""
+    """The number of warmup steps, which may be given as a share of all steps."""
     warmup = recipe.train.warmup
     return math.ceil(warmup * num_steps) if isinstance(warmup, float) and warmup < 1 else int(warmup)
 
 
 def deciding_metric(recipe: Recipe) -> str | None:
-    """The metric that chooses the best model, if the recipe names one."""
+    """The metric that selects the best model, if the recipe names one."""
     best = recipe.checkpoint.best
     return recipe.evaluate.metric or (best if isinstance(best, str) else None)

@@ -1,6 +1,6 @@
-"""What a run writes for its report: the data card, the outcome of held-out rows, and at the end the page itself.
+"""The data that a run writes for its report: the data card, the outcome of held-out rows, and finally the page itself.
 
-None of it may fail a run or take long: held-out rows come from the evaluations that the run makes anyway.
+It must not fail a run or take long: held-out rows come from the evaluations that the run does anyway.
 """
 
 import json
@@ -28,11 +28,11 @@ from trimtab.training.run_state import RunState
 _NUM_BINS = 24
 _NUM_WORST = 10
 _MAX_TEXT = 1000  # characters of a row
-_NUM_CONFUSIONS = 20  # that are listed where a matrix would be too large
+_NUM_CONFUSIONS = 20  # number of confusions that are listed if a matrix would be too large
 
 
 def _never_fails(write: Callable[..., None]) -> Callable[..., None]:
-    """Turn any error into a warning: a report is worth less than the run."""
+    """Turn any error into a warning, because a report is less important than the run."""
 
     @wraps(write)
     def guarded(*args: Any) -> None:
@@ -79,7 +79,7 @@ class HeldOutRows:
 
     Args:
         folder: The folder of the run.
-        evaluator: Has the outcome of each row.
+        evaluator: Holds the outcome of each row.
         task: The task of the rows.
         rows: The rows.
         tokens: The same rows as tokens, with their labels.
@@ -94,7 +94,7 @@ class HeldOutRows:
 
     @_never_fails
     def on_save(self, state: RunState, folder: str) -> None:
-        """Write the outcome of the rows, if the model that was saved has just been evaluated."""
+        """Write the outcome of the rows, if the saved model was just evaluated."""
         outcomes = self._evaluator.outcomes
         if outcomes is None:
             return

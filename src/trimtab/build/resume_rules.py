@@ -1,4 +1,4 @@
-"""Which keys of the recipe may change when a run resumes; techniques decide about their own."""
+"""The recipe keys that may change when a run resumes; techniques decide about their own keys."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +27,7 @@ _HARMLESS = {
     "track.log_model",
     "track.register_as",
 }
-# compared as one value: mappings with keys of the user's choice, or that may also be a single word
+# compared as one value: mappings with keys chosen by the user, or that may also be a single word
 _WHOLE = ("model", "train.freeze", "adapter.ranks", "adapter.alphas")
 _WHOLE_TECHNIQUES = frozenset(technique.setting for technique in TECHNIQUES if "." in technique.setting)
 # may change: the new value applies from the resumed step on
@@ -81,7 +81,7 @@ def differences(before: Recipe, now: Recipe) -> list[Difference]:
     """List every key that differs, in the order of the recipe, except `name` and `out`.
 
     Raises:
-        RecipeError: With every key that must not change.
+        RecipeError: Keys changed that must not change; the message lists all of them.
     """
     found = find_differences(before, now)
     refused = [difference for difference in found if difference.is_refused]

@@ -23,7 +23,7 @@ def load_resumed_recipe(
     """Return the recipe with which a run resumes.
 
     It is the recipe.yaml of the run if that file is unchanged, otherwise the settings in the checkpoint: a truncated
-    recipe is still a valid one, but of another run.
+    recipe may still be valid, but describes another run.
 
     Args:
         run: The run's folder.
@@ -57,7 +57,7 @@ def _saved_settings(run: Path, step: int | None) -> tuple[str, dict[str, Any]] |
 
 
 def _report_no_settings(run: Path) -> None:
-    """Report a damaged recipe for which no checkpoint contains settings: there is none, or of an older version."""
+    """Report a damaged recipe if no checkpoint contains settings: there is none, or it is from an older version."""
     if not CheckpointsFolder(run / CHECKPOINTS).checkpoints():
         raise RecipeError(
             f"{run / RECIPE} is missing or was changed since the run wrote it, and there is no checkpoint yet",

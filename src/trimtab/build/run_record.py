@@ -1,4 +1,4 @@
-"""What a run writes into its folder besides checkpoints: recipe and plan at the start, and how it ended."""
+"""The files that a run writes besides checkpoints: recipe and plan at the start, and how it ended."""
 
 import json
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ from trimtab.training.run_state import FitResult
 
 
 def open_folder(start: StartPoint, engine: Engine) -> Folder:
-    """The run's folder: the main process holds it, the others only know where it is."""
+    """The run's folder: the main process holds its lock, the others only know its path."""
     made: list[RunFolder] = []
     place = read_rank_info()
 
@@ -36,7 +36,7 @@ def open_folder(start: StartPoint, engine: Engine) -> Folder:
         if start.replaces_run:
             with RunLock(start.path, take_over=place.attempt > 0, patience_s=HEARTBEAT_TIMEOUT_S):
                 clear_folder(start.path)
-        made.append(RunFolder(start.path, place.job, goes_on=start.is_resumed, again=place.attempt > 0))
+        made.append(RunFolder(start.path, place.job, resumes=start.is_resumed, restarted=place.attempt > 0))
         return made[0].path
 
     path = engine.decide_on_main_process(make)
@@ -45,7 +45,7 @@ def open_folder(start: StartPoint, engine: Engine) -> Folder:
 
 @contextmanager
 def released_on_failure(folder: Folder) -> Iterator[None]:
-    """Nothing has run yet: a mistake in the recipe costs neither a name nor `--out`."""
+    """Release the folder if building the run fails: a mistake in the recipe must not use up a name or `--out`."""
     try:
         yield
     except BaseException:
@@ -55,7 +55,7 @@ def released_on_failure(folder: Folder) -> Iterator[None]:
 
 @contextmanager
 def failure_recorded(run: ResolvedRun, folder: Folder, show: Progress) -> Iterator[None]:
-    """Write into the folder, and show, why a run did not end by itself."""
+    """Record and show why a run did not end normally."""
     try:
         yield
     except BaseException as error:
@@ -104,13 +104,13 @@ def record_end(run: ResolvedRun, result: FitResult, folder: Folder, show: Progre
 
 
 def _finish(run: ResolvedRun, folder: Folder, state: str, **facts: Any) -> None:
-    """Write the final state of a run and its report, which a fast_dev_run has none of."""
+    """Write the final state of a run and its report; a fast_dev_run has no report."""
     is_kept = not run.recipe.limits.fast_dev_run
     folder.finish(state, before_upload=partial(write_report, folder) if is_kept else lambda: None, **facts)
 
 
 def _try_saved_model(data: Data, folder: Folder, *, has_metrics: bool) -> None:
-    """The end of a fast_dev_run: load the saved model, use it once, and remove everything."""
+    """At the end of a fast_dev_run, load the saved model, use it once, and remove everything."""
     if isinstance(folder, ReadOnlyRunFolder):
         return
     done = ["train", *(["evaluate"] if has_metrics else []), "save"]
@@ -118,7 +118,7 @@ def _try_saved_model(data: Data, folder: Folder, *, has_metrics: bool) -> None:
         if not is_adapter(folder.best) or read_facts(folder.best).get("base") is not None:
             model = load(folder.best)
             done.append("load")
-            if data.task.name != "masked-lm":  # which predicts hidden tokens, and nothing about a text
+            if data.task.name != "masked-lm":  # it predicts masked tokens, nothing about a text
                 say(f"prediction of the saved model: {predict_text(model, _first_text(data), max_new_tokens=8)!r}")
                 done.append("predict")
         say(f"fast_dev_run: {', '.join(done)} work; nothing was kept")

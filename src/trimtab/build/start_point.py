@@ -1,4 +1,4 @@
-"""Decides where a run starts: in which folder, and from which checkpoint."""
+"""Decide where a run starts: in which folder, and from which checkpoint."""
 
 import tempfile
 import uuid
@@ -33,8 +33,8 @@ def find_start_point(recipe: Recipe, resume: bool | str, fresh: bool) -> StartPo
 
     Args:
         recipe: The recipe.
-        resume: Resume a run that exists, from its newest checkpoint or from a named one ("step-100").
-        fresh: Replace a run that exists.
+        resume: Whether to resume an existing run, from its newest checkpoint or from a named one ("step-100").
+        fresh: Whether to replace an existing run.
 
     Raises:
         RecipeError: The folder is in use, or the recipe is not that of the run to resume.
@@ -45,9 +45,9 @@ def find_start_point(recipe: Recipe, resume: bool | str, fresh: bool) -> StartPo
     path = _folder_of(recipe, bool(resume), job)
     run = find_run(path)
     if run is not None and job is not None and run.get("job") == job:
-        fresh, resume = False, True  # both were for the first attempt of this job, which has begun
+        fresh, resume = False, True  # both options were for the first attempt of this job, which has already started
     if run is not None and (fresh or resume or job):
-        # refuses here, before anything is loaded, if another process trains this run
+        # refused here, before anything is loaded, if another process trains this run
         with RunLock(path, take_over=job is not None, patience_s=HEARTBEAT_TIMEOUT_S):
             if fresh:
                 return StartPoint(path, replaces_run=True)
@@ -69,7 +69,7 @@ def _resumed(path: Path, run: Mapping[str, Any], recipe: Recipe, step: int | Non
                 f"none of the {len(damaged)} checkpoints in {shelf.folder} is valid",
                 f"repair or restore one of them; or start from scratch: {scratch}",
             )
-        if run.get("saved_step"):  # to start from scratch would replace its best model
+        if run.get("saved_step"):  # starting from scratch would replace its best model
             raise CheckpointError(
                 f"{path} was saved at step {run['saved_step']}, but {shelf.folder} has no checkpoint",
                 f"restore it; or start a new run from the best model: model: {path}; or start from scratch: {scratch}",
@@ -96,7 +96,7 @@ def _folder_of(recipe: Recipe, resume: bool, job: str | None) -> Path:
 
 
 def step_number(name: str) -> int:
-    """Return the step of a checkpoint's name, such as "step-100"."""
+    """Return the step in a checkpoint's name, such as "step-100"."""
     digits = name.removeprefix("step-")
     if not digits.isdigit():
         raise RecipeError(
@@ -106,7 +106,7 @@ def step_number(name: str) -> int:
 
 
 def _compare(path: Path, settings: dict[str, Any] | None, recipe: Recipe) -> list[Difference]:
-    """Report the keys that have changed; refuse changes that would make it another run.
+    """Report the keys that have changed; refuse changes that would make it a different run.
 
     Args:
         path: The run's folder.
@@ -126,6 +126,6 @@ def _compare(path: Path, settings: dict[str, Any] | None, recipe: Recipe) -> lis
 
 
 def directory_of(run: Path) -> str | None:
-    """Return the directory in which a run was started; None if it is not known."""
+    """Return the directory in which a run was started; None if unknown."""
     directory = (find_run(run) or {}).get("directory")
     return directory if isinstance(directory, str) else None

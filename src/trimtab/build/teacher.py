@@ -38,12 +38,12 @@ _NUM_TEXTS_COMPARED = 64
 
 @dataclass
 class Teacher:
-    """The frozen model that a student learns from. Its state is a checksum: a run resumes with the same teacher only.
+    """The frozen model that a student learns from; its state is a checksum, so a resumed run needs the same teacher.
 
     Attributes:
         model: The model, in eval mode; None if its outputs are cached.
-        name: As the recipe writes it.
-        checksum: Of its weights.
+        name: Its name in the recipe.
+        checksum: Checksum of its weights.
         outputs: Its outputs for all training rows, if they are cached.
     """
 
@@ -71,7 +71,7 @@ def build_teacher(recipe: Recipe, data: Data, tokens: Tokens, student: Loaded, e
     Its weights have the dtype of the run's matrix products.
 
     Raises:
-        UserError: It does not belong to the task, or has another tokenizer or other labels than the student.
+        UserError: The teacher does not suit the task, or its tokenizer or labels differ from the student's.
     """
     settings = recipe.distill
     if settings is None:
@@ -105,8 +105,8 @@ def build_teacher(recipe: Recipe, data: Data, tokens: Tokens, student: Loaded, e
 def prepare_teacher(model: Any, settings: DistillSettings) -> Any:
     """Freeze a teacher, on a device or on `meta`.
 
-    Its batches are padded to many lengths: cuDNN, which torch prefers for masks on Hopper GPUs, would build a plan for
-    each of them, with workspaces that no trace shows.
+    Flash attention is preferred to cuDNN, which torch would choose for masks on Hopper GPUs: batches are padded to many
+    lengths, and cuDNN would build a plan for each of them, with workspaces that no trace shows.
     """
     if settings.attention["weight"]:
         use_plain_attention(model)
@@ -121,7 +121,7 @@ def use_plain_attention(model: Any) -> None:
 
 
 def cut_student(recipe: Recipe, model: Any) -> None:
-    """Remove the layers of a model, with weights or on `meta`, that its recipe leaves out."""
+    """Remove the layers that the recipe leaves out from a model, with weights or on `meta`."""
     if recipe.distill is None or recipe.distill.student is None:
         return
     kept = cut_layers(model, recipe.distill.student["layers"])
@@ -142,7 +142,7 @@ def student_loss(recipe: Recipe, request: LossRequest, teacher: torch.nn.Module 
 
 
 def terms_of(settings: DistillSettings) -> DistillTerms:
-    """The terms of the loss that a recipe sets."""
+    """The terms of the loss in a recipe."""
     hidden, attention = (
         LayerTerm(term["weight"], None if term["layers"] == "auto" else term["layers"])
         for term in (settings.hidden, settings.attention)
@@ -151,7 +151,7 @@ def terms_of(settings: DistillSettings) -> DistillTerms:
 
 
 def teacher_skeleton(recipe: Recipe, kind: str, head: dict[str, Any], dtype: torch.dtype) -> Any:
-    """The teacher on `meta`; of one with an adapter its base, which is nearly all of it."""
+    """The teacher on `meta`; for a teacher with an adapter, only its base, which is nearly all of it."""
     assert recipe.distill is not None
     name = local_source(recipe.distill.teacher)
     folder = resolve_source(name, adapters=True)

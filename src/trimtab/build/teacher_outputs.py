@@ -1,7 +1,7 @@
-"""The outputs of a teacher for all training rows, computed once and kept on disk.
+"""The outputs of a teacher for all training rows, computed once and stored on disk.
 
-They are in the cache of tokens: one safetensors file whose name is a digest of everything that changes the outputs
-(rows, tokenizer, settings, weights of the teacher). Only items that have a label are kept.
+They are in the token cache: one safetensors file whose name is a digest of everything that changes the outputs (rows,
+tokenizer, settings, weights of the teacher). Only items with a label are stored.
 """
 
 from array import array
@@ -32,7 +32,7 @@ class TeacherOutputs:
 
     Args:
         outputs: The outputs of each row, flat.
-        width: Numbers of one item.
+        width: Number of values per item.
         task: The task of the rows.
     """
 
@@ -40,7 +40,7 @@ class TeacherOutputs:
         self._outputs, self._width, self._task = outputs, width, task
 
     def added_to(self, collate: Collate) -> Collate:
-        """A function that makes batches with `collate` and adds the outputs of the teacher."""
+        """Return a function that makes batches with `collate` and adds the outputs of the teacher."""
 
         def collate_with_outputs(examples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
             rows = [self._outputs[int(example["row"])] for example in examples]
@@ -54,7 +54,7 @@ class TeacherOutputs:
         return collate_with_outputs
 
     def _placed(self, items: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """Items at the positions of their labels; values elsewhere do not count."""
+        """Put items at the positions of their labels; values elsewhere are not used."""
         if self._task.loss_kind != "token-cross-entropy":
             return items
         is_item = labelled(batch["labels"], self._task.shifts_labels)
@@ -64,7 +64,7 @@ class TeacherOutputs:
 
 
 def labelled(labels: torch.Tensor, shifts_labels: bool) -> torch.Tensor:
-    """Where logits are compared with a label."""
+    """The positions at which logits are compared with a label."""
     return (next_tokens(labels) if shifts_labels else labels) != IGNORED
 
 
@@ -82,14 +82,14 @@ def build_outputs(
     Args:
         teacher: The teacher; it is moved to the device only if outputs have to be computed.
         student: The student; embeddings of both may have different numbers of unused rows.
-        device: Where to compute.
+        device: The device to compute on.
         data: Rows and task.
         tokens: The rows as the models see them.
         terms: Temperature and number of tokens to keep.
         key: Everything that changes the outputs.
 
     Raises:
-        RecipeError: They are too large.
+        RecipeError: The outputs are too large.
     """
     num_classes = min(_num_classes(model, data) for model in (teacher, student))
     has_top = terms.top_k is not None and terms.top_k < num_classes and data.task.loss_kind != "binary-cross-entropy"

@@ -1,4 +1,4 @@
-"""Resolves the model of a recipe on a tracking server, once per run."""
+"""Resolve the model of a recipe on a tracking server, once per run."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from trimtab.runs.run_folder import find_run
 from trimtab.tracking.mlflow.registry import TrackedModel, fetch_model, find_model, is_tracked_model
 from trimtab.tracking.mlflow.uri import RUNS, default_uri, local_uri, sqlite_file, store_root
 
-MODEL_SOURCE = "model_source"  # in run.json
+MODEL_SOURCE = "model_source"  # key in run.json
 
 
 def find_tracked_model(recipe: Recipe, run: Path | None = None) -> TrackedModel | None:
@@ -33,7 +33,7 @@ def find_tracked_model(recipe: Recipe, run: Path | None = None) -> TrackedModel 
 
 
 def with_model_here(recipe: Recipe, found: TrackedModel | None) -> Recipe:
-    """The recipe with the local folder of that model, downloaded if necessary."""
+    """Return the recipe with the local folder of that model, downloaded if necessary."""
     if found is None:
         return recipe
     folder = str(fetch_model(found))

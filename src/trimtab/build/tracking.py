@@ -1,4 +1,4 @@
-"""Builds the uploader of a run, and the description of the run on the tracking server."""
+"""Build the uploader of a run, and the description of the run on the tracking server."""
 
 from pathlib import Path
 
@@ -26,29 +26,29 @@ from trimtab.tracking.upload.uploader import MlflowUploader
 
 
 def build_uploader(
-    recipe: Recipe, plan: Plan, tokens: Tokens, engine: Engine, folder: Folder, is_more_better: bool
+    recipe: Recipe, plan: Plan, tokens: Tokens, engine: Engine, folder: Folder, higher_is_better: bool
 ) -> Uploader:
-    """Build the uploader of a run's metrics and files; of several processes only the first one has one.
+    """Build the uploader of a run's metrics and files; only the main process has one.
 
     Args:
         recipe: The recipe.
-        plan: What was decided.
-        tokens: The rows, for what they are known by.
-        engine: Where it trains.
+        plan: The plan of the run.
+        tokens: The rows, for their digests.
+        engine: The engine of the run.
         folder: The run's folder.
-        is_more_better: The direction of the metric that chooses the best model.
+        higher_is_better: Whether higher values of the metric that selects the best model are better.
     """
     uri = tracking_uri(recipe.track.uri, folder.path)
     if uri is None or recipe.limits.fast_dev_run or isinstance(folder, ReadOnlyRunFolder):
         return NoUploader()
     about = _about(recipe, folder.path)
     about.tags |= _facts(plan, tokens, engine)
-    about.metric, about.higher_is_better = plan.metric, is_more_better
+    about.metric, about.higher_is_better = plan.metric, higher_is_better
     return MlflowUploader(folder.path, uri, about)
 
 
 def _about(recipe: Recipe, folder: Path) -> RunDescription:
-    known = (read_status(folder) or {}).get("id")  # so that a folder which has lost tracking.json finds its run again
+    known = (read_status(folder) or {}).get("id")  # so that a folder that has lost tracking.json finds its run again
     return RunDescription(
         **({} if known is None else {"run": known}),
         name=folder.absolute().name,
@@ -61,7 +61,7 @@ def _about(recipe: Recipe, folder: Path) -> RunDescription:
 
 
 def _facts(plan: Plan, tokens: Tokens, engine: Engine) -> dict[str, str]:
-    """Hardware, versions, data, and what was predicted or measured before the first step."""
+    """Hardware, versions, data, and the predictions or measurements before the first step."""
     found = describe_environment(str(engine.device), torch.get_num_threads())
     facts = {
         "trimtab.hardware": found["hardware"],
@@ -77,18 +77,18 @@ def _facts(plan: Plan, tokens: Tokens, engine: Engine) -> dict[str, str]:
 
 
 def sync_run(folder: Path, to: str | None = None) -> str:
-    """Bring everything that a run's folder holds to its tracking server, or to another one.
+    """Upload everything in a run's folder to its tracking server, or to another one.
 
     Args:
         folder: The run's folder.
-        to: The server; by default the one it went to last, else that of its recipe.
+        to: The server; by default the one it was last uploaded to, else that of its recipe.
 
     Returns:
-        A line on where it is now.
+        A line that says where it is now.
 
     Raises:
         RecipeError: There is no run, or no server is known.
-        TrimtabError: The server could not be reached, or did not take everything.
+        TrimtabError: The server could not be reached, or did not accept everything.
     """
     if to is not None:
         check_address(to)
@@ -111,7 +111,7 @@ def sync_run(folder: Path, to: str | None = None) -> str:
             if trouble.cure:
                 raise UserError(trouble.words, trouble.cure) from error
             cure = "repeat the command when the server is up, or pass another server: --to http://…"
-            raise TrimtabError(f"{trouble}\n  cure: {cure}") from error  # an outage is not a mistake of the user
+            raise TrimtabError(f"{trouble}\n  cure: {cure}") from error  # an outage is not a mistake by the user
     if troubles:
         raise TrimtabError(f"not everything could be sent: {'; '.join(map(str, troubles))}")
     at = tracking.at(uri)
@@ -119,7 +119,7 @@ def sync_run(folder: Path, to: str | None = None) -> str:
 
 
 def _about_before(recipe: Recipe | None, folder: Path) -> RunDescription:
-    """What the folder still contains of a run that was not tracked when it was trained."""
+    """What the folder still contains about a run that was not tracked when it was trained."""
     status = find_run(folder) or {}
     if recipe is None:  # a user's own loop: ROOT/PROJECT/NAME
         path = folder.absolute()
@@ -132,7 +132,7 @@ def _about_before(recipe: Recipe | None, folder: Path) -> RunDescription:
 
 
 def _server_of(tracking: Tracking, recipe: Recipe | None, place: Path) -> str | None:
-    """The server that a run went to last; its password, if it has one, is that of the environment's address."""
+    """The server that a run was last uploaded to; its password, if any, comes from the address in the environment."""
     of_recipe = tracking_uri("local" if recipe is None else recipe.track.uri, place)
     if not tracking.servers:
         return of_recipe

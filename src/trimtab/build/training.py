@@ -1,4 +1,4 @@
-"""Builds the trainer of a run from all its parts."""
+"""Build the trainer of a run from all its parts."""
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -72,12 +72,12 @@ def build_trainer(
         progress: The progress display.
         callbacks: The user's callbacks.
         metrics: The user's metrics.
-        picture: Draws the memory of a step that ran out of it.
+        picture: Draws the memory of a step that ran out of memory.
     """
     recipe, engine, plan, own_metrics = run.recipe, run.engine, run.plan, metrics or {}
     budget = resolve_budget(recipe.memory.budget, engine.device)
     outside = expected_non_allocator_memory(loads_kernels(plan.spec))
-    # what is outside the allocator now grows with the first steps
+    # memory outside the allocator still grows during the first steps
     cap = cap_memory(engine.device, budget, max(outside, non_allocator_memory(engine.device)))
     parts = build_parts(run)
     best = Best(plan.metric, _rises(plan.metric, own_metrics, recipe))
@@ -97,12 +97,12 @@ def build_trainer(
 
 
 def build_parts(run: ResolvedRun) -> TrainingParts:
-    """Prepare everything that an optimizer step is computed with."""
+    """Prepare everything that computes an optimizer step."""
     recipe, engine, plan, task, tokens = run.recipe, run.engine, run.plan, run.data.task, run.tokens
     settings, spec, outputs = recipe.train, plan.spec, None if run.teacher is None else run.teacher.outputs
     loss = _build_training_loss(run)
     engine.include_frozen_parameters(run.freezing.released_later())
-    uses_model = loss if outputs is None else _build_loss(task, None, 0.0, spec)  # a row alone has no cached outputs
+    uses_model = loss if outputs is None else _build_loss(task, None, 0.0, spec)  # a single row has no cached outputs
     leave_out_unused(run.loaded.model, run.freezing, uses_model, task, tokens, engine)
     set_seed(recipe.seed)
     model = engine.prepare(run.loaded.model)
@@ -145,7 +145,7 @@ def _build_memory_guard(
         max_grad_norm=run.recipe.train.max_grad_norm,
         cap=cap,
         rehearses=cap.budget_bytes is not None or not is_cpu,
-        # on a CPU the measured peak is that of the process, so the prediction is that of all its memory
+        # on a CPU the measured peak is that of the process, so the prediction must include all its memory
         predicted_peak_bytes=plan.predicted_total_bytes if is_cpu else plan.predicted_peak_bytes,
         measured_peak_bytes=plan.outlook.measured_peak_bytes if isinstance(plan.outlook, MeasuredOutlook) else None,
         picture=picture,
@@ -227,7 +227,7 @@ def build_evaluator(run: ResolvedRun, own_metrics: Mapping[str, OwnMetric]) -> E
     spec = plan.spec.having(plain_values()) if own_metrics else plan.spec
     batching = replace(batching_of(spec), has_few_sizes=False)
     collate = make_collate(task, task.collate, batching)
-    if recipe.limits.overfit_batches:  # evaluate on the training rows, and no others
+    if recipe.limits.overfit_batches:  # evaluate only on the training rows
         batches = train_batches(recipe, tokens, plan.global_micro_batch, batching, plan.num_processes)
         loader = make_loader(tokens.train, batches, collate)
     elif tokens.eval is not None:
@@ -261,7 +261,7 @@ def _build_stopping(recipe: Recipe, plan: Plan, own_metrics: Mapping[str, OwnMet
 
 
 def _rises(metric: str, own_metrics: Mapping[str, OwnMetric], recipe: Recipe) -> bool:
-    """Whether higher is better; for a custom metric, by its attribute or by early_stopping.mode."""
+    """Whether higher values are better; for a custom metric, by its attribute or by early_stopping.mode."""
     if metric not in own_metrics:
         return higher_is_better(metric)
     marked: bool | None = getattr(own_metrics[metric], "higher_is_better", None)

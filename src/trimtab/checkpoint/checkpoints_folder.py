@@ -74,7 +74,7 @@ class CheckpointsFolder:
         return [self._inspect(step, path, checksums) for step, path in self._steps()]
 
     def newest(self) -> Checkpoint | None:
-        """Return the newest valid checkpoint, verified by checksum; newer invalid ones are logged. None without one."""
+        """Return the newest valid checkpoint, verified by checksum, or None; newer invalid ones are logged."""
         stored = self.open()
         if stored is None:
             return None

@@ -1,7 +1,7 @@
 """Atomic replacement of a folder: write to a temporary folder next to it, sync that to disk, then rename it.
 
 A temporary folder is named `.NAME.STATE-PID`. The state is `writing` (not complete yet), `outdated` (the folder that
-was replaced) or `removing`; the process id tells whether its writer is still running.
+was replaced) or `removing`; the process id shows whether its writer is still running.
 """
 
 import ctypes
@@ -175,7 +175,7 @@ def _replace(target: Path, temporary: Path) -> None:
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Swap the names of two folders atomically, where the operating system and the file system support it."""
+    """Swap the names of two folders atomically, if the operating system and the file system support it."""
     try:
         renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
     except (OSError, AttributeError):

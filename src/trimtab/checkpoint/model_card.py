@@ -56,12 +56,12 @@ _PRIVATE = ("track", "out", "name", "checkpoint", "limits")  # parts of a recipe
 
 @dataclass(frozen=True)
 class CardSubject:
-    """What a card describes.
+    """The subject of a model card.
 
     Args:
         kind: Kind of the model, as in `load_model`.
         form: "transformers", "peft", "onnx", "gguf", "clustered" or "side-network".
-        base: The model that was trained further: a Hub name or a path; None if it is not known.
+        base: The model that was trained further: a Hub name or a path; None if unknown.
         file: Name of the file with the weights, for forms that are one file.
         notes: Sentences about this export, such as its closeness to the original.
     """
@@ -135,7 +135,7 @@ def _last_part(parts: Sequence[str]) -> str:
 def _front_matter(subject: CardSubject, base: str | None) -> dict[str, Any]:
     library = "trimtab" if subject.form in ("clustered", "side-network") else subject.form
     found: dict[str, Any] = {"library_name": library, "pipeline_tag": _PIPELINES[subject.kind]}
-    if base is not None and _HUB_NAME.fullmatch(base):  # the Hub accepts only names of its own
+    if base is not None and _HUB_NAME.fullmatch(base):  # the Hub accepts only model names on the Hub
         found["base_model"] = base
     return found | {"tags": ["trimtab", *([] if subject.form == "transformers" else [subject.form])]}
 

@@ -15,7 +15,7 @@ from trimtab.errors import DataError, RecipeError
 if TYPE_CHECKING:
     from trimtab.commands.evaluate import EvaluationResult
 
-# Messages about columns name keys of a recipe; here they are options.
+# Messages about columns name keys of a recipe; on the command line they are options.
 _OPTIONS = {
     **dict.fromkeys(("data.label", "data.target", "data.answer"), "--label"),
     **dict.fromkeys(("data.text", "data.messages", "data.prompt"), "--text"),
@@ -40,7 +40,7 @@ def evaluate(
     from trimtab.commands.evaluate import track as track_evaluation
     from trimtab.report.evaluation import write_evaluation
 
-    if out is not None and out.is_file():  # found before an evaluation that may take long
+    if out is not None and out.is_file():  # checked before an evaluation that may take long
         raise RecipeError(f"--out {out} is a file", "choose a folder")
     columns = {"text": _one_or_list(text), "label": _one_or_list(label)}
     try:

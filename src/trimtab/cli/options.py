@@ -30,7 +30,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object per li
 
 
 def folder_of_form(model: str, form: str, folder: Path | None) -> Path:
-    """Return the folder for another form of a model: `folder`, or such as first-int8 for runs/reviews/first."""
+    """Return the folder for another form of a model: `folder`, or for example first-int8 for runs/reviews/first."""
     if folder is not None:
         return folder
     if model.startswith("models:/"):  # a version or an alias follows the name
@@ -38,7 +38,7 @@ def folder_of_form(model: str, form: str, folder: Path | None) -> Path:
     parts = model.removesuffix(".gguf").partition("@")[0].replace(":", "/").split("/")
     names = [part for part in parts if part not in ("", ".", "..", "best")]
     target = Path(f"{names[-1] if names else 'model'}-{form}")
-    if target.exists():  # perhaps of another model with the same last name
+    if target.exists():  # possibly of another model with the same last name
         raise RecipeError(f"{target} already exists", f"pass another folder, or {target} to replace it")
     return target
 

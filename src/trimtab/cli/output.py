@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     from trimtab.runs.run_folder import RunSummary
     from trimtab.tracking.mlflow.ranking import Ranking
 
-_PIPE_WIDTH = 10_000  # of a table that is not printed to a terminal: each row must stay on one line
+_PIPE_WIDTH = 10_000  # width of a table that is not printed to a terminal: each row must stay on one line
 
 
 def set_verbosity(quiet: bool, json_lines: bool) -> str:
-    """Return the progress mode that the flags ask for; with `--quiet`, also silence the log below errors."""
+    """Return the progress mode that the flags select; with `--quiet`, also silence the log below errors."""
     if quiet and json_lines:
         raise RecipeError("--quiet and --json were both given", "leave one of them out")
     if quiet:
@@ -42,7 +42,7 @@ def set_verbosity(quiet: bool, json_lines: bool) -> str:
 
 @contextlib.contextmanager
 def shown(quiet: bool, json_lines: bool = False) -> Iterator[bool]:
-    """Let a command show its work as the flags ask for; yields whether it prints tables."""
+    """Show the work of a command as the flags select; yield whether it prints tables."""
     from trimtab.training.work_progress import work_shown_as
 
     mode = set_verbosity(quiet, json_lines)

@@ -36,7 +36,7 @@ def shrink(
             typer.echo(f"no smaller form stays within a loss of {found.max_loss:.2%}: keep the original")
         else:
             typer.echo(f"recommended: {found.folder}, see {target / 'frontier.png'}")
-    if track:  # last: a server that does not answer must not hide what was found
+    if track:  # last: a server that does not answer must not hide the results
         with shown(quiet):
             line = track_forms(found, target)
         if prints:

@@ -172,7 +172,7 @@ def compare(
         show_table(*anatomy_table(found))
         lines = [verdict(found), *notes(found), " ".join(str(file) for file in files)]
         typer.echo("\n" + "\n\n".join(lines))
-    if track:  # last: a server that does not answer must not hide what was found
+    if track:  # last: a server that does not answer must not hide the results
         line = track_comparison(found, base, folder, files)
         if not quiet:
             typer.echo(line)

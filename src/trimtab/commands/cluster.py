@@ -1,4 +1,4 @@
-"""`trimtab cluster`: clusters the weights of a model to palettes, writes them, and compares both models."""
+"""`trimtab cluster`: cluster the weights of a model to palettes, write them, and compare both models."""
 
 import dataclasses
 import json
@@ -34,7 +34,7 @@ from trimtab.model.load import is_quantized_config, load_config, load_tokenizer,
 from trimtab.model.losses import build_loss
 from trimtab.tracking.mlflow.registry import local_source
 
-_BATCH_SIZE = 8  # small: squared gradients are of the mean over a batch
+_BATCH_SIZE = 8  # small, because the squared gradient is that of the mean over a batch
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,8 @@ class Clustered:
     """A clustered model that was written.
 
     Args:
-        folder: Where.
-        bits: Mean size of a clustered weight in bits, with its share of the palettes.
+        folder: Its folder.
+        bits: Mean size of a clustered weight in bits, including its share of the palettes.
         measurements: The original and the clustered model; empty without rows to evaluate them on.
     """
 
@@ -72,16 +72,17 @@ def cluster(
         settings: How to cluster.
         data: Labelled rows to evaluate the original and the result on; by default the held-out rows of the run. A model
             without a run is written without a comparison, weight by weight.
-        num_rows: Number of rows to evaluate on, chosen at random; None takes all. 0 evaluates nothing: weights are read
+        num_rows: Number of rows to evaluate on, chosen at random; None uses all. 0 evaluates nothing: weights are read
             from the files of the model, clustered and written one at a time, for a model that is larger than memory.
-            This is for a folder of safetensors files, without calibration.
-        calibration: Rows that importance and compensation are computed from; not those of `data`.
-        calibration_rows: Calibration rows that are used.
-        train_steps: Steps to train palettes, on the calibration rows, to answer as the original does; indices stay.
-        device: Where to compute; None chooses.
+            This works for a folder of safetensors files, without calibration.
+        calibration: Rows from which importance and compensation are computed; not those of `data`.
+        calibration_rows: Number of calibration rows to use.
+        train_steps: Steps to train the palettes, on the calibration rows, to reproduce the outputs of the original;
+            indices do not change.
+        device: The device to compute on; None chooses one.
 
     Raises:
-        ModelError: `model` is an adapter, is clustered already, or cannot be loaded.
+        ModelError: `model` is an adapter, is already clustered, or cannot be loaded.
     """
     source = resolve_source(local_source(str(model)), adapters=True)
     check_target(source, Path(folder))
@@ -125,7 +126,7 @@ class _Origin:
 
 
 class _Evaluator:
-    """Measures the original before it is clustered, and the result afterwards."""
+    """Measure the original before it is clustered, and the result afterwards."""
 
     def __init__(self, original: LoadedModel | None, held_out: HeldOut | None) -> None:
         self._held_out = held_out
@@ -180,7 +181,7 @@ def _knows_rows(source: str) -> bool:
 
 
 class _Calibration:
-    """Calibration rows of a model; none if there is no file of them."""
+    """Calibration rows of a model; empty if there is no file with them."""
 
     def __init__(self, loaded: LoadedModel, source: Any, num_rows: int) -> None:
         self._model = loaded.model
@@ -210,7 +211,7 @@ class _Calibration:
 
 
 def _write(folder: Path, weights: Weights, origin: _Origin, settings: ClusterSettings) -> float:
-    """Write a clustered model; returns the bits of a clustered weight."""
+    """Write a clustered model; return the bits of a clustered weight."""
     num_entries = num_bytes = 0
     with atomic_folder(folder, marker=FACTS, what="model") as place, quiet_transformers():
         writer = ClusteredWriter(place)

@@ -1,4 +1,4 @@
-"""`trimtab compare`: measures variants of a recipe, each in new processes."""
+"""`trimtab compare`: measure variants of a recipe, each in new processes."""
 
 import contextlib
 import itertools
@@ -35,13 +35,13 @@ _KEPT_OF_LIMITS = ("train", "eval", "overfit_batches")
 
 @dataclass(frozen=True)
 class Protocol:
-    """How a comparison is made.
+    """The protocol of a comparison.
 
     Args:
         num_steps: Optimizer steps of each run.
         num_repeats: Runs of each variant, interleaved: A B C A B C.
-        num_warmup: Steps at the start that are not timed; None is a tenth, at least 2 and at most 20.
-        device: Where to train; None chooses.
+        num_warmup: Steps at the start that are not timed; None means a tenth, at least 2 and at most 20.
+        device: The device to train on; None chooses one.
         timeout_s: A run that takes longer is killed and counts as failed.
     """
 
@@ -68,7 +68,7 @@ class Protocol:
 
 @dataclass
 class VariantRuns:
-    """A variant with its recipe, or why that is refused, and the results of its runs so far."""
+    """A variant with its recipe, or the reason why it is refused, and the results of its runs so far."""
 
     variant: Variant
     recipe: dict[str, Any] | None
@@ -104,7 +104,7 @@ def check_variants(
 
     Args:
         recipe: The recipe's file; None if `sets` is the whole recipe.
-        variants: The variants; the others are compared with the first one.
+        variants: The variants; all others are compared with the first one.
         sets: Changes to the recipe of all variants, such as "train.lr=3e-5".
         origin: Where the variants were written: the option, or the file of `--variants`.
 
@@ -118,7 +118,7 @@ def check_variants(
     if not checked:
         raise RecipeError("there is nothing to compare", "--vary KEY=a,b, --study NAME or --variants FILE")
     if all(one.recipe is None for one in checked):
-        _load_variant(recipe, sets, variants[0], origin)  # raises with all that is wrong
+        _load_variant(recipe, sets, variants[0], origin)  # raises an error with everything that is wrong
     for one in checked:
         if one.recipe is None:
             say(f"{one.variant.name}: refused: {one.failure}")
@@ -126,7 +126,7 @@ def check_variants(
 
 
 def _refuse_own_keys(variant: Variant) -> None:
-    """Refuse changes that every run of a comparison would lose."""
+    """Refuse changes of keys that every run of a comparison overrides."""
     for key, value in variant.changes.items():
         names = [f"{key}.{name}" for name in value] if isinstance(value, Mapping) else [key]
         for name in names:
@@ -158,7 +158,7 @@ def compare(recipe: Recipe, candidates: Sequence[VariantRuns], protocol: Protoco
     Args:
         recipe: The recipe without the changes of a variant.
         candidates: The checked variants.
-        protocol: How often and how long.
+        protocol: The number of runs, and their length.
         logs: The folder for the output of the processes.
     """
     num_valid = sum(one.recipe is not None for one in candidates)
@@ -193,7 +193,7 @@ def compare(recipe: Recipe, candidates: Sequence[VariantRuns], protocol: Protoco
 
 @contextlib.contextmanager
 def _sigterm_as_interrupt() -> Iterator[None]:
-    """Raise KeyboardInterrupt at SIGTERM: a job that its scheduler ends keeps what was measured, too."""
+    """Raise KeyboardInterrupt at SIGTERM, so that a job ended by its scheduler also keeps its measurements."""
     if threading.current_thread() is not threading.main_thread():  # others cannot set handlers
         yield
         return
@@ -209,7 +209,7 @@ def _sigterm_as_interrupt() -> Iterator[None]:
 
 
 def shorten_recipe(values: Mapping[str, Any], num_steps: int) -> dict[str, Any]:
-    """Return the values of a recipe for a run of `num_steps` that is evaluated once, at its end, and keeps nothing."""
+    """Return the values of a recipe for a run of `num_steps` that is evaluated once, at its end, and saves nothing."""
     train = {key: value for key, value in values.get("train", {}).items() if key not in ("epochs", "max_time")}
     limits = {key: value for key, value in values.get("limits", {}).items() if key in _KEPT_OF_LIMITS}
     evaluate = {key: value for key, value in values.get("evaluate", {}).items() if key != "at_start"}
@@ -224,7 +224,7 @@ def shorten_recipe(values: Mapping[str, Any], num_steps: int) -> dict[str, Any]:
 
 
 def _measure(one: VariantRuns, repeat: int, protocol: Protocol, folder: Path, log: Path) -> dict[str, str]:
-    """Run a variant in a process and store its measurement, or why it failed; return the environment of the process."""
+    """Run a variant in a process and store its measurement, or why it failed; return the process's environment."""
     assert one.recipe is not None
     folder.mkdir(parents=True)
     log.parent.mkdir(parents=True, exist_ok=True)

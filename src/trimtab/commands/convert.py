@@ -28,8 +28,8 @@ class Converted:
 
     Attributes:
         settings: Values of the recipe by dotted key.
-        origins: For each of them the keys that it was made from.
-        notes: For some of them where the meaning differs.
+        origins: For each of them, the keys that it was made from.
+        notes: For some of them, how the meaning differs.
         lost: Keys without an equivalent, with their value and the reason.
         omitted: Keys that a recipe does not need, with the reason.
         empty: Keys without a value.
@@ -44,11 +44,11 @@ class Converted:
 
     @property
     def num_translated(self) -> int:
-        """How many keys of the file are in the recipe."""
+        """The number of keys of the file that are in the recipe."""
         return len({name for names in self.origins.values() for name in names})
 
     def add(self, name: str, value: Any, answer: Answer) -> None:
-        """Take over the answer for one key."""
+        """Add the answer for one key."""
         reason = answer.text.removeprefix("leave it out: ")
         problem = _problem_of(answer.settings)
         if problem:
@@ -73,7 +73,7 @@ class Converted:
         return Recipe(**_nested(self.settings))
 
     def drop_contradictions(self) -> None:
-        """Move settings that contradict others from the recipe to the list of what is lost.
+        """Move settings that contradict others from the recipe to the list of lost settings.
 
         Raises:
             RecipeError: If the recipe is not valid for another reason.
@@ -90,7 +90,7 @@ class Converted:
                 self.lost.append((", ".join(names), f"{found[1]}: {as_yaml(value)}", found[2]))
 
     def render(self, source: str) -> str:
-        """Write the recipe as YAML, with the origin of every value, and the list of what is not in it."""
+        """Write the recipe as YAML, with the origin of every value, and a list of everything that is not in it."""
         lines = [f"# Converted from {source} by `trimtab convert`. Next: trimtab check, then trimtab plan."]
         lines += self._comments()
         nested = _nested(dict(sorted(self.settings.items(), key=lambda item: _ORDER.index(item[0]))))
@@ -175,7 +175,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _add_defaults(found: Converted, config: Mapping[str, Any]) -> None:
-    """Write what Axolotl does where the file leaves a key out, if a recipe would do something else."""
+    """Write Axolotl's defaults for missing keys, if a recipe's defaults are different."""
     for name, value in DEFAULTS.items():
         answer = AXOLOTL[name](value, {**config, name: value})
         is_given = any(config.get(key) is not None for key in (name, INSTEAD.get(name, name)))
@@ -198,7 +198,7 @@ def _nested(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _problem_of(settings: Mapping[str, Any]) -> str:
-    """Return why a recipe does not take a setting; empty if it does."""
+    """Return why a recipe does not accept a setting; empty if it does."""
     required = {"model": "model", "data.train": "data"}
     if any(key.startswith("model.") for key in settings):
         required = {"model.name": "model", "data.train": "data"}

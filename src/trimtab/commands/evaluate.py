@@ -16,7 +16,7 @@ from trimtab.inference.bootstrap import PairedDifference
 from trimtab.inference.evaluate import Evaluation, evaluate, same_rows
 from trimtab.inference.load import load
 
-_MAX_LABELS = 100  # whose scores are tracked one by one
+_MAX_LABELS = 100  # maximum number of labels whose scores are tracked individually
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,8 @@ class EvaluationResult:
     """The result of `trimtab evaluate`.
 
     Args:
-        model: The model that the user named.
-        facts: What trimtab.json says about it.
+        model: The model, as the user named it.
+        facts: The contents of its trimtab.json.
         evaluation: Its evaluation.
         other: The second model; None if there is none.
         against: The evaluation of the second model.
@@ -57,11 +57,11 @@ def evaluate_model(
         model: A run, a folder, a Hub name or a model on a tracking server.
         data: Labelled rows; by default those that the run of the model held out.
         against: A second model.
-        text: Column of the text; by default that of the training rows, or guessed.
-        label: Column of the label, in the same way.
-        num_rows: Use a random choice of at most this number of rows.
+        text: Text column; by default the one used in training, or guessed.
+        label: Label column; by default the one used in training, or guessed.
+        num_rows: Use at most this number of rows, chosen at random.
         num_worst: Number of rows with the highest loss to list.
-        device: Where to compute; None chooses.
+        device: The device to compute on; None chooses one.
     """
     if num_rows is not None and num_rows < 1:
         raise RecipeError(f"--rows {num_rows} leaves no rows", "--rows 1 or more")
@@ -82,7 +82,7 @@ def evaluate_model(
 
 
 def track(result: EvaluationResult, files: Sequence[Path]) -> str:
-    """Log an evaluation to MLflow, and return a line on where it is.
+    """Log an evaluation to MLflow, and return a line that says where it is.
 
     Args:
         result: The evaluation.

@@ -1,7 +1,7 @@
-"""`trimtab export`: writes a model in a form that other programs run, checks it against the original, measures both.
+"""`trimtab export`: write a model in a form that other programs run, check it against the original, measure both.
 
-The folder is written only if the check holds; an older export in it stays whole until then. An adapter is merged into
-its base first.
+The folder is written only if the check succeeds; an older export in it stays intact until then. An adapter is merged
+into its base first.
 """
 
 import json
@@ -49,8 +49,9 @@ class Exported:
         folder: Its folder.
         to: Its form, one of FORMS.
         notes: How it was checked, one sentence each.
-        measurements: Of the original and of the exported model; empty if there are no rows to measure them on.
-        address: Where it was uploaded to; None if it was not.
+        measurements: Measurements of the original and the exported model; empty if there are no rows to measure them
+            on.
+        address: The address that it was uploaded to; None if it was not.
     """
 
     folder: Path
@@ -71,7 +72,7 @@ class _Whole:
 
 @dataclass(frozen=True)
 class _Written:
-    """What a writer of a form has put into the folder."""
+    """The files that the writer of a form has written."""
 
     loaded: LoadedModel
     subject: CardSubject
@@ -96,19 +97,19 @@ def export(
         to: "onnx" or "onnx-int8" (decoders with a key-value cache, encoder-decoders as two files), "gguf" or "merged"
             (a plain Hugging Face folder).
         data: Labelled rows to measure both models on; by default the held-out rows of the run.
-        num_rows: Use a random choice of at most this number of rows.
-        dtype: Of a GGUF file: "f32", "f16" (the default) or "q8_0".
-        push: Upload the folder to this repository on the Hub, USER/NAME; a new one is private.
-        force: Merge an adapter even if the merged model cannot be compared with it, or differs.
+        num_rows: Use at most this number of rows, chosen at random.
+        dtype: The dtype of a GGUF file: "f32", "f16" (the default) or "q8_0".
+        push: The repository on the Hub to upload the folder to, USER/NAME; a new one is private.
+        force: Whether to merge an adapter even if the merged model differs from it, or cannot be compared.
 
     Raises:
-        ModelError: The model has no such form, or its outputs differ; nothing is written then.
+        ModelError: The model cannot be written in this form, or its outputs differ. Nothing is written.
         MissingDependency: A package that the form needs is not installed.
     """
     _check_arguments(to, dtype)
-    repository = None if push is None else HubRepository(push)  # before the work: fails without a connection
+    repository = None if push is None else HubRepository(push)  # before the work: it fails without a connection
     target = Path(folder)
-    source = resolve_source(local_source(str(model)), adapters=True)  # a server is asked once
+    source = resolve_source(local_source(str(model)), adapters=True)  # a server is queried once
     check_target(source, target)
     original = load(source, device="cpu")
     _refuse_final_forms(original, source)
@@ -118,7 +119,7 @@ def export(
         _whole(source, original, target, dtype=merged_dtype, force=force) as whole,
         atomic_folder(target, marker=FACTS, what="model") as place,
     ):
-        with muted():  # models that are read back, from folders with temporary names
+        with muted():  # for models that are read back from folders with temporary names
             written = _write(to, whole, place, dtype)
         measurements = _measure(source, original, written, held_out, place, to)
         _write_card(written, measurements, place)
@@ -157,7 +158,7 @@ def _held_out(original: LoadedModel, data: str | Path | None, num_rows: int | No
 
 @contextmanager
 def _whole(source: str, original: LoadedModel, target: Path, **options: Any) -> Iterator[_Whole]:
-    """Yield the model itself, or if it is an adapter, the adapter merged into its base."""
+    """Yield the model itself or, if it is an adapter, the adapter merged into its base."""
     if not is_adapter(source):
         yield _Whole(original, _stored_dtype(source), _name_of(source, original))
         return
@@ -265,7 +266,7 @@ def _measure(
 ) -> tuple[ModelMeasurement, ...]:
     if held_out is None:
         return ()
-    # an adapter has the weights of its base too, and a Hub name has no folder of its own
+    # an adapter also has the weights of its base, and a Hub name has no folder
     has_own_weights = Path(source).exists() and not is_adapter(source)
     first = measure("original", original, held_out, folder=source if has_own_weights else None)
     second = measure(to, written.loaded, held_out, folder=place, comparison=held_out.compare_with(original))

@@ -1,4 +1,4 @@
-"""The rows that a command evaluates a model on: a file that the user names, or the held-out rows of its run."""
+"""The rows on which a command evaluates a model: a file that the user names, or the held-out rows of its run."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -25,9 +25,9 @@ def held_out_of(
     Args:
         loaded: The model.
         data: File, folder, glob or Hub name, or rows; None for the rows of the run.
-        num_rows: Use a random choice of at most this number of rows.
-        text: Column of the text; by default that of the training rows, or guessed.
-        label: Column of the label, in the same way.
+        num_rows: Use at most this number of rows, chosen at random.
+        text: Text column; by default the one used in training, or guessed.
+        label: Label column; by default the one used in training, or guessed.
 
     Raises:
         RecipeError: If no data was named, and the model has no run, or its run held out no rows.
@@ -48,7 +48,7 @@ def held_out_of(
         raise DataError(f"the held-out rows of the run cannot be read: {error.problem}", _CURE) from error
     if found.eval is None:
         raise RecipeError("the run held out no rows (data.eval_share is 0)", _CURE)
-    if found.task.name == "classify":  # its labels are the model's, whatever the file holds by now
+    if found.task.name == "classify":  # its labels are the model's, whatever the file contains now
         columns: dict[str, Any] = {"text": found.task.columns["text"], "label": found.task.columns["label"]}
         return read_held_out(loaded, found.eval, num_rows=num_rows, **columns)
     return tokenized(loaded, found.task, found.eval, num_rows)

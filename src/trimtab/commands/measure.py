@@ -1,6 +1,6 @@
-"""Measures one run of a comparison: the subprocess that `trimtab.commands.compare` starts.
+"""Measure one run of a comparison: the subprocess that `trimtab.commands.compare` starts.
 
-It calls `trimtab.run.fit` with a callback that measures; the run itself is discarded.
+It calls `trimtab.run.fit` with a measuring callback; the run itself is discarded.
 """
 
 import json
@@ -25,11 +25,11 @@ _LARGER = 1.02  # a batch must be larger than the last recorded one by this fact
 
 
 class Enough(Exception):  # noqa: N818 (not an error)
-    """Ends a run once everything is measured, before its model is written."""
+    """End a run once everything is measured, before its model is written."""
 
 
 class StepClock:
-    """Times steps. On CUDA and XPU by events, so the only host-device sync comes at the end.
+    """Time the steps. On CUDA and XPU this uses events, so that the only host-device sync is at the end.
 
     Args:
         device: Where the steps run.
@@ -60,7 +60,7 @@ class StepClock:
 
 
 class Observer:
-    """A callback that measures a run: time and tokens of each step, peak memory, and what it consists of.
+    """A callback that measures a run: time and tokens of each step, peak memory, and its composition.
 
     A batch that is the largest so far runs under a `MemoryWatch`. Such a step, and the next one, which finds the device
     idle, are not timed.
@@ -69,7 +69,7 @@ class Observer:
         folder: The folder of the run.
         num_steps: Optimizer steps of the run.
         num_warmup: Steps at the start that are not timed.
-        records_memory: Whether to record what memory consists of.
+        records_memory: Whether to record the composition of memory.
         evaluates: Whether an evaluation follows the last step.
     """
 
@@ -120,7 +120,7 @@ class Observer:
             self._watch = MemoryWatch(state.model, state.optimizer, self._device)
         state.model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
         captured = captured_micro_batches_of(state.model)
-        if captured is not None:  # a replay calls no hooks, and allocates nothing that a watch could record
+        if captured is not None:  # a replay calls no hooks, and makes no allocations that a watch could record
             captured.watchers.append(self._count)
 
     def _before_forward(self, model: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
@@ -228,7 +228,7 @@ def main(spec_file: str) -> None:
     """Read a spec from a file, measure it, and write the result to the file that the spec names."""
     spec = json.loads(Path(spec_file).read_text())
     result = measure(spec)
-    partial = Path(spec["result"]).with_suffix(".writing")  # the parent must never see half a file
+    partial = Path(spec["result"]).with_suffix(".writing")  # the parent must never see a partial file
     partial.write_text(json.dumps(result))
     partial.replace(spec["result"])
 

@@ -1,4 +1,4 @@
-"""Measures the memory of one training step of a recipe, on the device of a run and with its builders.
+"""Measure the memory of one training step of a recipe, on the device of a run and with its builders.
 
 Nothing is written: the weights that two or three steps change are discarded.
 """
@@ -29,9 +29,9 @@ class MeasuredStep:
     """A step that ran.
 
     Attributes:
-        spec: How it was made: as a run of the recipe would make it.
+        spec: Its specification, which a run of the recipe would use.
         record: Its allocations.
-        snapshot: What `torch.cuda.memory._snapshot` returned; None on other devices.
+        snapshot: The result of `torch.cuda.memory._snapshot`; None on other devices.
     """
 
     spec: StepSpec
@@ -44,7 +44,7 @@ def measure_step(recipe: Recipe, device: str | None) -> MeasuredStep:
 
     Args:
         recipe: The recipe.
-        device: The device, such as "cuda:1"; found if left out.
+        device: The device, such as "cuda:1"; by default an accelerator if there is one, else the CPU.
     """
     engine = build_engine(recipe, device)
     run = resolve_run(recipe, engine, None)
@@ -65,7 +65,7 @@ def measure_step(recipe: Recipe, device: str | None) -> MeasuredStep:
 
 
 def _step(parts: TrainingParts, num_micro: int, max_grad_norm: float | None, *, is_captured: bool) -> None:
-    """One optimizer step. A captured one runs as it does while it is captured: a replay allocates nothing."""
+    """Run one optimizer step. A captured step runs as during its capture, because a replay allocates nothing."""
     compute = window_gradients if is_captured else parts.wrap_step(window_gradients)
     batches = (worst_batch(parts.batches, parts.engine) for _ in range(num_micro))
     result = compute(parts.engine, parts.model, parts.loss, batches, num_micro, max_grad_norm)

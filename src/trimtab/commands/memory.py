@@ -1,4 +1,4 @@
-"""`trimtab memory`: draws the memory of one training step, predicted and, on a GPU, measured."""
+"""`trimtab memory`: draw the memory of one training step, predicted and, on a GPU, measured."""
 
 import pickle
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from trimtab.recipe.schema import Recipe
 from trimtab.report.memory_page import MemoryPage, describe_peak, describe_tensors, render_memory_page
 from trimtab.report.step_record import StepRecord
 
-_PROTOCOL = 4  # the newest that torch's viewer reads
+_PROTOCOL = 4  # the newest pickle protocol that torch's viewer reads
 _NUM_TENSORS = 3
 
 
@@ -62,17 +62,17 @@ def draw_memory(
     length: int | None = None,
     measures: bool | None = None,
 ) -> MemoryPicture:
-    """Draw the memory of one step of the plan that a run would use: predicted, and measured if the device is here.
+    """Draw the memory of one step of the plan that a run would use: predicted, and measured if possible.
 
     Args:
         recipe: The recipe.
-        gpu: A known device that is not in this machine.
-        device: The device in this machine, such as "cuda:1"; found if left out.
-        length: Tokens of every row; no data is read then.
-        measures: Whether to load the model and run a few steps, too; None does on a GPU in this machine.
+        gpu: A GPU of the catalog that is not in this machine.
+        device: The device in this machine, such as "cuda:1"; by default an accelerator if there is one, else the CPU.
+        length: Tokens of every row; then no data is read.
+        measures: Whether to also load the model and run a few steps; None does so on a GPU in this machine.
 
     Raises:
-        RecipeError: A step is to be measured without its device or its rows.
+        RecipeError: A step cannot be measured without its device or its rows.
     """
     if measures and (gpu is not None or length is not None):
         raise RecipeError(
@@ -86,7 +86,7 @@ def draw_memory(
 
 
 def _measure(recipe: Recipe, device: str | None) -> tuple[MeasuredStep | None, str]:
-    """The measured step, or why there is none."""
+    """The measured step, or the reason why there is none."""
     try:
         return measure_step(recipe, device), ""
     except Exception as error:
@@ -125,7 +125,7 @@ def write_page(page: MemoryPage, path: Path) -> None:
 
 
 def write_snapshot(snapshot: dict[str, Any], path: Path) -> None:
-    """Write the file that torch's memory viewer reads; it reads nothing but pickled dictionaries."""
+    """Write the file that torch's memory viewer reads, which accepts only pickled dictionaries."""
     _write(path, pickle.dumps(snapshot, protocol=_PROTOCOL))
 
 

@@ -1,8 +1,8 @@
-"""`trimtab merge`: merges an adapter into its base, and writes the model only if its predictions stay the same.
+"""`trimtab merge`: merge an adapter into its base, and write the model only if its predictions stay the same.
 
 Modules are merged one at a time, in fp32, and rounded once to the dtype in which they are stored. The result, in that
-dtype, is compared with the model that was trained on rows of the run's own data; for a quantized base that model is the
-adapter on its values. Weights stay on the host; modules are moved to the device one at a time.
+dtype, is compared with the trained model on rows of the run's own data; for a quantized base, the trained model is the
+adapter on the quantized values. Weights stay on the host; modules are moved to the device one at a time.
 """
 
 import dataclasses
@@ -47,7 +47,7 @@ from trimtab.tracking.mlflow.registry import local_source
 MAX_KL = 0.02
 MIN_AGREEMENT = 0.9
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_ADAPTER_FACTS = ("base", "base_revision", "kind", "head", "adapter")  # do not apply to a merged model
+_ADAPTER_FACTS = ("base", "base_revision", "kind", "head", "adapter")  # facts that do not apply to a merged model
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,8 @@ class Merged:
     base: str  # the model that the adapter belongs to
     onto: str  # "original" or "dequantized"
     dtype: str  # "fp32", "bf16" or "fp16"
-    closeness: OutputDivergence | None  # of its predictions to those of the trained model; None if not measured
+    # closeness of its predictions to those of the trained model; None if not measured
+    closeness: OutputDivergence | None
 
 
 def merge(
@@ -79,14 +80,15 @@ def merge(
     Args:
         run: A run, the folder of an adapter, or a run on a tracking server (best:EXPERIMENT).
         folder: Where to write; it must be new or empty.
-        onto: "original", the stored base; or, for an adapter that was trained on a quantized base, "dequantized",
+        onto: "original" for the stored base; or, for an adapter that was trained on a quantized base, "dequantized" for
             the values of that base.
-        num_rows: Rows of the run's data to compare the two models on: held-out rows, or training rows without them.
-        max_kl: The largest mean KL divergence that is accepted.
-        min_agreement: The smallest share of equal predictions that is accepted.
-        force: Write the model whatever the difference is, or if it cannot be measured.
+        num_rows: Number of rows of the run's data on which to compare the models: held-out rows, or training rows if
+            there are none.
+        max_kl: The largest accepted mean KL divergence.
+        min_agreement: The smallest accepted share of equal predictions.
+        force: Whether to write the model even if the difference is large or cannot be measured.
         dtype: "auto" (the dtype of the base), "fp32", "bf16" or "fp16".
-        device: Where to compute; None chooses.
+        device: The device to compute on; None chooses one.
         trust_remote_code: Whether Python code in the folder of the base may run.
 
     Raises:
@@ -155,7 +157,7 @@ class _BaseForm:
 
 
 class _AdapterMerge:
-    """Loads the models that a merge needs, never more than one at a time."""
+    """Load the models that a merge needs, never more than one at a time."""
 
     def __init__(self, source: AdapterSource, device: torch.device, trust_remote_code: bool) -> None:
         self.tokenizer = load_adapter_tokenizer(source, trust_remote_code=trust_remote_code)
@@ -163,13 +165,13 @@ class _AdapterMerge:
         own = getattr(load_config(source.base, trust_remote_code=trust_remote_code), "dtype", None)
         # the dtype of the base's files: no rounding, and no more memory than necessary
         self.own_dtype = own if isinstance(own, torch.dtype) and own in DTYPES.values() else torch.float32
-        # a base that was trained on in fp32 has the values of its files; others were quantized from `base_dtype`
+        # a base that was trained in fp32 has the values of its files; others were quantized from `base_dtype`
         in_own = source.base_dtype is torch.float32 and source.quantization is None
         self._trained_form = _BaseForm(self.own_dtype if in_own else source.base_dtype, source.quantization)
         self._current: tuple[_BaseForm, Any, Adapter] | None = None
 
     def ask(self, num_rows: int, force: bool) -> ModelComparison | None:
-        """Compute the predictions of the trained model; None if that is not possible and `force` is set."""
+        """Compute the predictions of the trained model; None if this is not possible and `force` is set."""
         try:
             return self._asked(num_rows)
         except (RecipeError, DataError) as error:
@@ -216,7 +218,7 @@ class _AdapterMerge:
         """Return the base in a form, with the adapter attached."""
         if self._current is None or self._current[0] != form:
             self._current = None
-            gc.collect()  # frees the model before, which has reference cycles
+            gc.collect()  # frees the previous model, which has reference cycles
             model = load_base(self._source, self.tokenizer, dtype=form.dtype, trust_remote_code=self._trust)
             if form.quantization is not None:
                 round_base(model, form.quantization, self._device)
@@ -231,7 +233,7 @@ def _num_outputs(model: Any, task: Task) -> int:
 
 @torch.no_grad()
 def merge_in_place(model: Any, adapter: Adapter, dtype: torch.dtype) -> None:
-    """Replace modules that have an adapter by plain modules, and round all weights to `dtype`.
+    """Replace modules that have an adapter with plain modules, and round all weights to `dtype`.
 
     Only one module at a time is in fp32. Tied weights stay tied.
 
@@ -273,7 +275,7 @@ def round_base(model: Any, quantization: Quantization, device: torch.device) -> 
     """
     for name in quantizable(model):
         module: Any = model.get_submodule(name)
-        is_linear = isinstance(module, torch.nn.Linear)  # else transformers' Conv1D, whose weight is transposed
+        is_linear = isinstance(module, torch.nn.Linear)  # otherwise transformers' Conv1D, whose weight is transposed
         weight = module.weight.data if is_linear else module.weight.data.T
         weight.copy_(quantization.rounded(weight.to(device)))
         if module.bias is not None:
@@ -281,7 +283,7 @@ def round_base(model: Any, quantization: Quantization, device: torch.device) -> 
 
 
 def attach_adapter(model: Any, source: AdapterSource) -> Adapter:
-    """Attach an adapter to its base. Modules that were trained whole keep the fp32 values of the adapter's file."""
+    """Attach an adapter to its base. Modules that were trained in full keep the fp32 values of the adapter's file."""
     from safetensors import safe_open
 
     adapter = load_adapter(model, source.folder)

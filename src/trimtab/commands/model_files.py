@@ -36,7 +36,7 @@ def open_files(source: str, dtype: torch.dtype = torch.float32) -> ModelFiles | 
     """Return the files of a model if its weights can be read from them one at a time; None if not.
 
     Args:
-        source: A folder; other sources have no files that can be read so.
+        source: A folder; other sources have no files that can be read in this way.
         dtype: Dtype of the skeleton.
     """
     paths = _weight_files(Path(source))
@@ -54,7 +54,7 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def save_settings(source: str, config: Any, tokenizer: Any, folder: Path) -> dict[str, Any]:
-    """Write everything about a model but its weights, and return the facts that its own folder has about it."""
+    """Write everything about a model except its weights, and return the facts in its own folder."""
     place = Path(source)
     config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

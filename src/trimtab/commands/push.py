@@ -1,6 +1,6 @@
 """Upload an exported folder to the Hugging Face Hub.
 
-Paths of this machine are removed from `trimtab.json` on the way; the model card has none.
+Paths of this machine are removed from the uploaded `trimtab.json`; the model card has none.
 """
 
 import json
@@ -39,7 +39,7 @@ class HubRepository:
         self._call("whoami", "log in with `hf auth login`, check the connection, or leave out --push")
 
     def upload(self, folder: Path) -> str:
-        """Upload a folder; returns the address of the repository.
+        """Upload a folder, and return the address of the repository.
 
         Raises:
             ModelError: The upload failed; the folder is not changed.

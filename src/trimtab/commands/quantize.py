@@ -1,7 +1,8 @@
-"""`trimtab quantize`: stores linear layers in fewer bits, all of them or the mix that keeps a bound, and measures it.
+"""`trimtab quantize`: store linear layers in fewer bits, all of them or the mix that meets a bound, and measure it.
 
-The folder that is written is in the format of torchao or bitsandbytes, which transformers loads. A bound on quality or
-size is kept by measuring how much each layer alone changes the outputs, and by quantizing the cheapest layers first.
+The folder is in the format of torchao or bitsandbytes, which transformers loads. To meet a bound on quality or size,
+the effect of each single layer on the outputs is measured, and the layers with the smallest effect per saved byte are
+quantized first.
 """
 
 import gc
@@ -41,7 +42,7 @@ from trimtab.model.hub import is_adapter, quiet_transformers
 from trimtab.model.load import is_quantized_config, load_config, load_tokenizer, resolve_source
 from trimtab.tracking.mlflow.registry import local_source
 
-_ADAPTER_FACTS = ("base", "base_revision", "kind", "head", "adapter")  # do not apply to a merged model
+_ADAPTER_FACTS = ("base", "base_revision", "kind", "head", "adapter")  # facts that do not apply to a merged model
 
 
 @dataclass(frozen=True)
@@ -50,9 +51,10 @@ class Quantized:
 
     Args:
         folder: Its folder.
-        formats: Format of each layer that is quantized.
+        formats: Format of each quantized layer.
         num_left: Number of linear layers of the base that are not quantized.
-        measurements: Of the original model, then of the quantized one as it loads from its folder; empty without rows.
+        measurements: Measurements of the original model, then of the quantized one, loaded from its folder; empty
+            without rows.
     """
 
     folder: Path
@@ -77,19 +79,20 @@ def quantize(
     Args:
         source: A run, a folder, a Hub name or a model on a tracking server. A LoRA adapter is merged first.
         folder: Where to write: a new folder, or one that trimtab wrote, which is replaced.
-        to: Formats, of `FORMATS`. Several formats of torchao are mixed if there is a bound.
-        data: Rows to evaluate the models on: file, folder, glob or Hub name, or rows; by default the held-out rows
-            of the run. Up to 128 others of them, at most a quarter, are calibrated on.
+        to: Formats, from `FORMATS`. Several torchao formats are mixed if there is a bound.
+        data: Rows to evaluate the models on: file, folder, glob or Hub name, or rows; by default the held-out rows of
+            the run. Up to 128 further rows, at most a quarter of all, are used for calibration.
         num_rows: Number of rows to evaluate on, chosen at random. 0 evaluates nothing: weights are read from the files
-            of the model, quantized and written one at a time, for a model that is larger than memory. This is for one
-            format without a bound, and for a folder of safetensors files, not for adapters, GGUF files and Hub names;
-            nf4 is not calibrated. A weight, what its format needs to round it, and 1 GiB of output are in memory.
-        bound: What the result has to keep; None quantizes every layer.
-        dtype: "auto" (as the original), "fp32", "bf16" or "fp16": dtype of what is not quantized.
-        device: Where to compute; None chooses.
+            of the model, quantized and written one at a time, for a model that is larger than memory. This works for
+            one format without a bound, and for a folder of safetensors files, not for adapters, GGUF files and Hub
+            names; nf4 is not calibrated. One weight, the temporaries of its rounding, and 1 GiB of output are in
+            memory.
+        bound: The bound that the result must meet; None quantizes every layer.
+        dtype: dtype of the weights that are not quantized: "auto" (as in the original), "fp32", "bf16" or "fp16".
+        device: The device to compute on; None chooses one.
 
     Raises:
-        ModelError: If the model or this machine cannot have that format, or the bound cannot be kept.
+        ModelError: If the model or this machine does not support the format, or the bound cannot be met.
     """
     target, where = Path(folder), find_device(device)
     formats = _known_formats(to, bound)
@@ -113,7 +116,7 @@ def quantize(
         facts = {**loaded.facts, "task": loaded.task_name, "quantized": _about(names, num_left, rest)}
         export_model(place, loaded.model, loaded.tokenizer, card=facts)
         del loaded
-        gc.collect()  # the original has to be gone before the result is loaded
+        gc.collect()  # the original must be freed before the result is loaded
         with muted():  # the folder has a temporary name
             again = load(place, device=where)
         measurements = [original, measure(_words(names), again, held_out, folder=place, comparison=comparison)]
@@ -158,7 +161,7 @@ def _quantize_files(source: str, target: Path, format: WeightFormat, dtype: str,
 def _quantize_layers(
     evaluator: MixEvaluator, formats: Sequence[WeightFormat], bound: Bound | None
 ) -> tuple[dict[str, str], int]:
-    """Choose and quantize; returns the format of each layer, and the number of layers that have none."""
+    """Choose and quantize layers; return the format of each, and the number of layers without one."""
     layers = QuantizedLayers(evaluator.loaded.model)
     mix = choose_mix(layers, formats, evaluator, bound)
     layers.finish(mix)
@@ -166,7 +169,7 @@ def _quantize_layers(
 
 
 def _check_bound(bound: Bound | None, measurements: Sequence[ModelMeasurement], target: Path) -> None:
-    """Check the bound on the model as it loads; it was chosen in memory, where sizes of files are estimates."""
+    """Check the bound on the loaded model; it was chosen in memory, where file sizes are estimates."""
     if bound is None:
         return
     before, after = measurements
@@ -202,7 +205,7 @@ def _check_places(source: str | Path, target: Path) -> str:
 
 
 def _load_original(source: str, origin: str, device: torch.device) -> LoadedModel:
-    """Load the model that is quantized in the dtype of its files; an adapter is merged into its base."""
+    """Load the model to quantize in the dtype of its files; an adapter is merged into its base."""
     if is_adapter(origin):
         refuse_unmergeable(origin)
         adapter = read_adapter_source(origin)
@@ -254,7 +257,7 @@ def _rows(loaded: LoadedModel, data: Any, num_rows: int) -> tuple[HeldOut, HeldO
 
 
 def _about(formats: dict[str, str], num_left: int, rest_dtype: torch.dtype) -> dict[str, Any]:
-    """Return what trimtab.json says about the quantization, and log it."""
+    """Return the facts about the quantization for trimtab.json, and log them."""
     rest = str(rest_dtype).removeprefix("torch.")
     packages = sorted({FORMATS[name].package for name in formats.values()})
     say(f"quantized: {_words(formats)}; not quantized: {num_left} layers, embeddings, norms and heads, in {rest}")
@@ -268,6 +271,6 @@ def _about(formats: dict[str, str], num_left: int, rest_dtype: torch.dtype) -> d
 
 
 def _words(formats: dict[str, str]) -> str:
-    """Return such as "int8" or "20 int8, 16 int4"."""
+    """Return a text such as "int8" or "20 int8, 16 int4"."""
     counts = Counter(formats.values())
     return next(iter(counts)) if len(counts) == 1 else ", ".join(f"{count} {name}" for name, count in counts.items())

@@ -1,4 +1,4 @@
-"""Which layers `trimtab quantize` quantizes: all, or the mix that keeps a bound on quality or size."""
+"""The layers that `trimtab quantize` quantizes: all, or the mix that meets a bound on quality or size."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,16 +23,16 @@ from trimtab.inference.quality_loss import quality_loss
 from trimtab.log import say
 from trimtab.training.work_progress import tracked
 
-CALIBRATION_ROWS = 128  # whose inputs rounding is adapted to
-_SENSITIVITY_ROWS = 64  # of them, that the sensitivity of a layer is measured on
+CALIBRATION_ROWS = 128  # number of rows to whose inputs rounding is adapted
+_SENSITIVITY_ROWS = 64  # number of these on which the sensitivity of a layer is measured
 
 
 @dataclass(frozen=True)
 class Bound:
-    """What a quantized model has to keep; one of the two is set.
+    """The bound that a quantized model must meet; one of the two is set.
 
     Args:
-        max_loss: Largest drop of accuracy, f1 or correlation; for language models, the largest relative rise of the
+        max_loss: Largest decrease of accuracy, f1 or correlation; for language models, largest relative increase of the
             loss on held-out rows.
         max_bytes: Largest size of the weight files.
     """
@@ -47,12 +47,12 @@ class Bound:
 
 @dataclass(frozen=True)
 class MixEvaluator:
-    """What mixes are evaluated with.
+    """The model and rows with which mixes are evaluated.
 
     Args:
         loaded: The model whose layers are switched.
-        held_out: Rows that quality is measured on.
-        calibration: Other rows, that sensitivity is measured on and rounding is adapted to.
+        held_out: Rows on which quality is measured.
+        calibration: Other rows, on which sensitivity is measured and to which rounding is adapted.
         quality: Metrics of the original model on the held-out rows.
     """
 
@@ -62,7 +62,7 @@ class MixEvaluator:
     quality: Mapping[str, float]
 
     def loss(self) -> float:
-        """Return the quality that the model has lost in its current form."""
+        """Return the loss of quality of the model in its current form."""
         after = quality_of(self.loaded, self.held_out)
         return quality_loss(self.quality, after)
 
@@ -70,16 +70,16 @@ class MixEvaluator:
 def choose_mix(
     layers: QuantizedLayers, formats: Sequence[WeightFormat], evaluator: MixEvaluator, bound: Bound | None
 ) -> dict[str, WeightFormat]:
-    """Return the format of each layer that is to be quantized.
+    """Return the format of each layer to quantize.
 
     Args:
         layers: The layers of the model, in their original form.
         formats: Formats to choose from.
-        evaluator: What mixes are evaluated with.
-        bound: What to keep; None takes every layer that the first format suits.
+        evaluator: Evaluates mixes.
+        bound: The bound to meet; None uses every layer that the first format supports.
 
     Raises:
-        ModelError: If no layer suits a format, or no mix keeps the bound.
+        ModelError: If no format supports any layer, or no mix meets the bound.
     """
     suited = {one.name: layers.suited(one) for one in formats}
     if not any(suited.values()):
@@ -99,7 +99,7 @@ def choose_mix(
 
 
 def _calibrate(layers: QuantizedLayers, format: WeightFormat, evaluator: MixEvaluator) -> None:
-    """Let the layers of a format whose rounding depends on inputs see the calibration rows."""
+    """Run the calibration rows through the layers of a format whose rounding depends on inputs."""
     loaded = evaluator.loaded
 
     @torch.inference_mode()
@@ -119,14 +119,14 @@ def _calibrate(layers: QuantizedLayers, format: WeightFormat, evaluator: MixEval
 def _measure_layers(
     layers: QuantizedLayers, formats: Sequence[WeightFormat], evaluator: MixEvaluator
 ) -> dict[str, list[LayerForm]]:
-    """Measure the size and the divergence of each layer in each format, while all others are original."""
+    """Measure the size and divergence of each layer in each format, while all others are original."""
     comparison = evaluator.calibration.compare_with(evaluator.loaded, _SENSITIVITY_ROWS)
     forms = {name: [LayerForm(None, layers.num_bytes(name, None), 0.0)] for name in layers.names}
     todo = [(name, one) for one in formats for name in layers.suited(one)]
     for name, one in tracked(todo, "sensitivity of layers"):
         layers.apply({name: one})
         divergence = comparison.compare(evaluator.loaded.model).kl_mean
-        divergence = divergence if divergence == divergence else float("inf")  # NaN: never this form
+        divergence = divergence if divergence == divergence else float("inf")  # NaN: never use this form
         forms[name].append(LayerForm(one.name, layers.num_bytes(name, one), divergence))
     layers.apply({})
     worst = max((form.divergence, name, form.format) for name, found in forms.items() for form in found[1:])
@@ -158,7 +158,7 @@ def _for_quality(
     evaluator: MixEvaluator,
     max_loss: float,
 ) -> list[Move]:
-    """Return the largest number of moves that keeps the quality; that mix was measured as a whole."""
+    """Return the largest number of moves that meets the quality bound; that mix was measured as a whole."""
 
     def holds(num: int) -> bool:
         chosen = formats_after(moves[:num])

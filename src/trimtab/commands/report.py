@@ -1,4 +1,4 @@
-"""`trimtab report`: writes the report of a run again, or of several runs side by side, or serves it."""
+"""`trimtab report`: write the report of a run again, or of several runs side by side, or serve it."""
 
 import contextlib
 import os
@@ -25,7 +25,7 @@ def write_page(runs: Sequence[Path], out: Path | None = None) -> Path:
 
     Args:
         runs: Folders of runs.
-        out: The file; by default report.html in the folder of the run, or here for several runs.
+        out: The file; by default report.html in the folder of the run, or in the current folder for several runs.
 
     Returns:
         The file.
@@ -46,7 +46,7 @@ def write_text(target: Path, text: str) -> None:
     """Write a file atomically.
 
     Raises:
-        RecipeError: It cannot be written.
+        RecipeError: The file cannot be written.
     """
     temporary = target.with_name(f".{target.name}.{os.getpid()}.writing")
     try:
@@ -60,7 +60,7 @@ def write_text(target: Path, text: str) -> None:
 
 
 def _refuse_other_file(target: Path) -> None:
-    """A report replaces a report, and nothing else."""
+    """Refuse to replace any file that is not a report."""
     try:
         with target.open(encoding="utf-8", errors="replace") as file:
             if MARK not in file.read(2000):
@@ -76,8 +76,8 @@ def watch(runs: Sequence[Path], port: int, tell: Callable[[str], None]) -> None:
 
     Args:
         runs: Folders of runs.
-        port: Port on this machine; 0 takes a free one.
-        tell: Takes a line for the user.
+        port: Port on this machine; 0 chooses a free one.
+        tell: Called with a line for the user.
     """
     make_page(runs)  # a folder that is not a run is an error now, not in the browser
     with report_server(lambda tag: make_page(runs, tag), port) as server:

@@ -21,7 +21,7 @@ from trimtab.model.load import max_positions
 from trimtab.report.page.run_files import FACTS, read_json, read_run
 
 _TASKS = ("causal-lm", "chat", "seq2seq")
-_MAX_PROMPT = 32  # tokens of a text that a causal-lm continues
+_MAX_PROMPT = 32  # number of tokens of the text that a causal-lm continues
 
 
 def write_samples(run: Path, num_samples: int, *, max_new_tokens: int = 64, device: str | None = None) -> None:
@@ -31,10 +31,10 @@ def write_samples(run: Path, num_samples: int, *, max_new_tokens: int = 64, devi
         run: The folder of a run that has ended.
         num_samples: Number of rows.
         max_new_tokens: Maximum number of tokens to generate.
-        device: Where to generate; None chooses.
+        device: The device to generate on; None chooses one.
 
     Raises:
-        RecipeError: The run has no model yet, still trains, or its task does not generate text.
+        RecipeError: The run has no model yet, is still training, or its task does not generate text.
     """
     files = read_run(run)
     task = files.card.get("task")
@@ -64,7 +64,7 @@ def write_samples(run: Path, num_samples: int, *, max_new_tokens: int = 64, devi
 
 
 def _prompts(loaded: LoadedModel, rows: Rows) -> list[Any]:
-    """Return the input of each row; of a causal-lm the beginning of its text, at most half of it."""
+    """Return the input of each row; for a causal-lm, the start of its text, at most half of it."""
     inputs = [prompt for prompt in read_inputs(loaded, rows) if prompt is not None]
     if loaded.task_name != "causal-lm":
         return inputs
@@ -76,7 +76,7 @@ def _prompts(loaded: LoadedModel, rows: Rows) -> list[Any]:
 
 
 def _expected(loaded: LoadedModel, held_out: HeldOut, row: int, prompt: Any) -> str | None:
-    """Return the expected text of the data for a generated one; None if the data has no separate text for it."""
+    """Return the expected text for a generated one; None if the data has no separate text for it."""
     rows, columns = held_out.rows, held_out.task.columns
     role = {"seq2seq": "target", "chat": "answer", "causal-lm": "text"}[loaded.task_name]
     name = columns.get(role)
@@ -97,7 +97,7 @@ def _as_text(prompt: Any) -> str:
 def _generate_before(
     card: Mapping[str, Any], tokenizer: Any, prompts: list[Any], max_new_tokens: int, device: Any
 ) -> tuple[list[str | None], str]:
-    """Return the texts of the model that the run started from, and its name; None where it cannot be loaded."""
+    """Return the texts of the model that the run started from, and its name; None if it cannot be loaded."""
     model = (card.get("recipe") or {}).get("model")
     name = model.get("name") if isinstance(model, Mapping) else model
     if not name:

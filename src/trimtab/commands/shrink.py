@@ -49,12 +49,12 @@ class Shrunk:
 
     Args:
         measurements: One for each form; the first is the original.
-        best: The smallest form that holds the bound.
+        best: The smallest form that meets the bound.
         folder: Folder of that form; None if it is the original.
         max_loss: The bound.
-        failed: Why a form could not be made, by name.
-        source: The model that the user named.
-        facts: What trimtab.json says about it.
+        failed: Why a form could not be written, by name.
+        source: The model, as the user named it.
+        facts: The contents of its trimtab.json.
     """
 
     measurements: list[ModelMeasurement]
@@ -82,10 +82,10 @@ def shrink(
         source: Run, folder, Hub name or tracked model.
         folder: New folder: one folder for each form, and the frontier as frontier.json, frontier.md and frontier.png.
         data: Labelled rows; by default the held-out rows of the run.
-        max_loss: The most that the main metric may lose: 0.01 is one point of accuracy, or 1% more loss.
+        max_loss: The largest accepted decrease of the main metric: 0.01 is one point of accuracy, or 1% more loss.
         num_rows: Use at most this number of rows.
-        forms: What writes each form, by name; by default those of `forms_of`.
-        device: Where to compute.
+        forms: The functions that write each form, by name; by default those of `forms_of`.
+        device: The device to compute on.
     """
     target = Path(folder)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
@@ -93,7 +93,7 @@ def shrink(
     where = find_device(device)
     place = resolve_source(local_source(source), adapters=True)
     target.mkdir(parents=True, exist_ok=True)
-    if is_adapter(place):  # all forms have the weights of the base too
+    if is_adapter(place):  # all forms also have the weights of the base
         export(place, target / "merged", to="merged", data=data)
         place = str(target / "merged")
     original = load(place, device=where)
@@ -111,7 +111,7 @@ def shrink(
             with muted():  # log lines about a model were shown when it was written
                 smaller = load(target / name, device=where)
                 measurements.append(measure(name, smaller, held_out, folder=target / name, comparison=comparison))
-        except Exception as error:  # of any type: other packages write and run these forms
+        except Exception as error:  # exceptions of any type: other packages write and run these forms
             failed[name] = str(error) if isinstance(error, TrimtabError) else f"{type(error).__name__}: {error}"
             say(f"{name}: failed: {failed[name]}")
         else:
@@ -124,7 +124,7 @@ def shrink(
 
 
 def track_forms(found: Shrunk, folder: Path) -> str:
-    """Log the forms to MLflow, each in a run below one for all, and return a line on where they are.
+    """Log the forms to MLflow, each as a nested run of one parent, and return a line that says where they are.
 
     Args:
         found: The forms.
@@ -148,20 +148,20 @@ def _tracked_metrics(one: ModelMeasurement) -> dict[str, float]:
 
 
 def forms_of(original: LoadedModel, source: str, held_out: HeldOut, device: torch.device) -> dict[str, WriteForm]:
-    """Return what writes each form of a model, the cheapest first.
+    """Return the functions that write each form of a model, cheapest first.
 
     Args:
         original: The model.
-        source: Where it was loaded from.
+        source: The source that it was loaded from.
         held_out: Rows to evaluate forms on; a form that measures itself uses a few of them.
-        device: Where to compute.
+        device: The device to compute on.
     """
     few = held_out.rows.select(list(range(min(_NUM_FEW, len(held_out.rows)))))
     forms: dict[str, WriteForm] = {"fp16": lambda folder: _write_half(original, source, folder)}
     calibration = _training_rows(original)
     for name in ("int8-dynamic", "int8"):
         forms[name] = partial(quantize, source, to=(name,), data=few, device=device)
-    # its rounding depends on activations: with the few rows of the others it would fit those rows alone
+    # its rounding depends on activations: with as few rows as the others, it would overfit these rows
     rows = held_out.rows if calibration is None else calibration
     forms["nf4"] = partial(quantize, source, to=("nf4",), data=rows, num_rows=_NUM_NF4, device=device)
     if original.task_name in ("classify", "regress"):
@@ -181,7 +181,7 @@ def forms_of(original: LoadedModel, source: str, held_out: HeldOut, device: torc
 
 
 def _training_rows(original: LoadedModel) -> Rows | None:
-    """Return the rows that the model was trained on, without those that were held out; None if they are not there."""
+    """Return the rows that the model was trained on, without held-out rows; None if they are unavailable."""
     recipe = original.facts.get("recipe")
     if not isinstance(recipe, Mapping):
         return None

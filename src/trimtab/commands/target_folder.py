@@ -1,4 +1,4 @@
-"""Where a command may write a model."""
+"""The folders that a command may write a model to."""
 
 from pathlib import Path
 
@@ -8,10 +8,10 @@ from trimtab.runs.run_folder import find_run
 
 
 def check_target(source: str, target: Path) -> None:
-    """Refuse a folder whose content a new model would replace, unless it is a model that such a command wrote.
+    """Refuse a folder whose contents a new model would replace, unless such a command wrote them.
 
     Args:
-        source: The model that is read, resolved.
+        source: The resolved source of the model that is read.
         target: The folder to write.
     """
     if target.resolve() == Path(source).resolve():

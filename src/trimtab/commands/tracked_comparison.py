@@ -1,4 +1,4 @@
-"""Logs a comparison to MLflow: a run for the comparison, and below it one for each variant."""
+"""Log a comparison to MLflow: a run for the comparison, with a nested run for each variant."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,15 +30,15 @@ def track_comparison(comparison: Comparison, recipe: Recipe, folder: Path, files
     Args:
         comparison: The comparison.
         recipe: The recipe without the changes of a variant.
-        folder: The folder of the results, whose name the run gets.
+        folder: The folder of the results, after which the run is named.
         files: Files to upload.
 
     Returns:
-        A line on where it is.
+        A line that says where it is.
 
     Raises:
-        RecipeError: Tracking is switched off.
-        TrimtabError: The server cannot be reached or refuses.
+        RecipeError: Tracking is disabled.
+        TrimtabError: The server cannot be reached, or rejects the data.
     """
     uri = tracking_uri(recipe.track.uri, folder)
     if uri is None:

@@ -1,4 +1,4 @@
-"""Logs results about a model to MLflow: a nested run below the model's run, in the same experiment."""
+"""Log results about a model to MLflow: a nested run below the model's run, in the same experiment."""
 
 import math
 import time
@@ -23,7 +23,7 @@ _PREFIX = "test_"  # so that no such metric ever selects the best model of an ex
 
 @dataclass(frozen=True)
 class Results:
-    """What one MLflow run contains.
+    """The contents of one MLflow run.
 
     Args:
         name: Name of the run.
@@ -46,16 +46,16 @@ def track_results(model: str, facts: Mapping[str, Any], results: Results) -> str
     """Log results about a model.
 
     Args:
-        model: The model that the user named.
-        facts: What trimtab.json says about it.
+        model: The model, as the user named it.
+        facts: The contents of its trimtab.json.
         results: The results.
 
     Returns:
-        A line on where they are.
+        A line that says where they are.
 
     Raises:
-        RecipeError: If tracking is switched off.
-        TrimtabError: If the server cannot be reached or refuses.
+        RecipeError: If tracking is disabled.
+        TrimtabError: If the server cannot be reached, or rejects the data.
     """
     return log_results(results, *_place(model, facts))
 
@@ -67,13 +67,13 @@ def log_results(results: Results, uri: str, experiment: str, parent: str | None 
         results: The results.
         uri: The server.
         experiment: Name of the experiment.
-        parent: Id of the run that they are below of.
+        parent: Id of the parent run.
 
     Returns:
-        A line on where they are.
+        A line that says where they are.
 
     Raises:
-        TrimtabError: If the server cannot be reached or refuses.
+        TrimtabError: If the server cannot be reached, or rejects the data.
     """
     with mlflow_environment(), quiet_package("mlflow"):
         try:
@@ -104,7 +104,7 @@ def _log(server: MlflowServer, experiment_id: str, results: Results, parent: str
 
 
 def _place(model: str, facts: Mapping[str, Any]) -> tuple[str, str, str | None]:
-    """Return the server, the experiment, and the MLflow run of the model's training if it is there."""
+    """Return the server, the experiment, and the MLflow run of the model's training if it exists there."""
     path = Path(model)
     folder = next((place for place in (path, path.parent) if find_run(place) is not None), None)
     settings = facts.get("recipe")

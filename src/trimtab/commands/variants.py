@@ -20,7 +20,7 @@ _EXPECTED = "write the variants as a mapping: {name: {key: value}}"
 def choose_variants(
     recipe: Recipe, vary: Sequence[str], study: str | None, file: Path | None, num_sampled: int | None = None
 ) -> list[Variant]:
-    """Return the variants that the command line selects in one of three ways; for `--vary` also a random choice."""
+    """Return the variants selected on the command line in one of three ways; for `--vary` possibly a random sample."""
     if sum((bool(vary), study is not None, file is not None)) != 1:
         raise RecipeError(
             "compare needs one of --vary, --study and --variants",
@@ -37,10 +37,10 @@ def combine_values(texts: Sequence[str], num_sampled: int | None = None, seed: i
     """Return the combinations of the values in `--vary KEY=a,b`; the first values make the first variant.
 
     Args:
-        texts: Each a key and its values; commas inside braces, brackets and quotes do not separate.
-        num_sampled: Return a random choice of this many, in their order. It always contains the first variant, which
-            the others are compared with. None returns all.
-        seed: Determines the choice.
+        texts: A key and its values in each text; commas inside braces, brackets and quotes do not separate values.
+        num_sampled: Size of a random sample, in the original order. It always contains the first variant, with which
+            the others are compared. None returns all.
+        seed: Seed of the sample.
     """
     axes: list[list[tuple[str, Any]]] = []
     for text in texts:
@@ -65,7 +65,7 @@ def combine_values(texts: Sequence[str], num_sampled: int | None = None, seed: i
 def _sample(
     axes: Sequence[Sequence[tuple[str, Any]]], num_sampled: int, seed: int
 ) -> Iterator[tuple[tuple[str, Any], ...]]:
-    """Yield the first and a random choice of the other combinations, without going through all of them."""
+    """Yield the first combination and a random sample of the others, without iterating over all of them."""
     if num_sampled < 2:
         raise RecipeError(f"--sample {num_sampled} leaves nothing to compare", "--sample 2 or more")
     total = math.prod(map(len, axes))
@@ -96,7 +96,7 @@ def split_values(text: str) -> list[str]:
 
 
 def _name(chosen: Sequence[tuple[str, Any]], bare: set[str]) -> str:
-    """Join the values; each gets the last part of its key if it means little alone, such as a number."""
+    """Join the values; each gets the last part of its key if it is unclear alone, such as a number."""
     words = []
     for key, value in chosen:
         written = as_yaml(value).strip('{}"') or "none"

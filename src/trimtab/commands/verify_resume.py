@@ -1,4 +1,4 @@
-"""`trimtab check --resume`: trains a few steps of a recipe twice, once killed and resumed, and compares every bit."""
+"""`trimtab check --resume`: train a few steps of a recipe twice, once killed and resumed, and compare every bit."""
 
 import json
 import os
@@ -35,7 +35,7 @@ class Proof:
     num_tensors: int
     num_lines: int
     resumed_from: int
-    difference: str = ""  # the first difference; empty if all is equal
+    difference: str = ""  # the first difference; empty if everything is equal
 
 
 def prove_resume(recipe: Recipe, device: str | None = None) -> Proof:
@@ -43,7 +43,7 @@ def prove_resume(recipe: Recipe, device: str | None = None) -> Proof:
 
     Args:
         recipe: The recipe; it is shortened, and the runs are removed afterwards.
-        device: Where to train.
+        device: The device to train on.
 
     Raises:
         UserError: The recipe is not valid.
@@ -93,7 +93,7 @@ def _run(home: Path, name: str, device: str | None, kill_at: int | None = None, 
 
 
 class _Killer:
-    """Kills its own process after a step."""
+    """Kill its own process after a step."""
 
     def __init__(self, at_step: int, saved: Path) -> None:
         self._at_step, self._saved = at_step, saved

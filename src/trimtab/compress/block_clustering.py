@@ -1,8 +1,8 @@
 """Cluster a model block by block.
 
-Without calibration rows, weights are read from the files of the model one at a time: no more than one weight and one
-output file are in memory. With them the model is in memory, but what is measured is kept for one block at a time; and
-the inputs of a block are those of blocks before it that are clustered already, whose errors it can then compensate.
+Without calibration rows, weights are read from the files of the model one at a time: at most one weight and one output
+file are in memory. With calibration rows the model is in memory, but measurements are kept for one block at a time. The
+inputs of a block are computed by the already clustered blocks before it, whose errors it can then compensate.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,7 +33,7 @@ def cluster_model(
 
     Args:
         model: The model, on its device, in eval mode.
-        settings: How.
+        settings: The cluster settings.
         batches: Batches of calibration rows, if the settings need them.
         loss_of: The loss of a batch, for squared gradients.
     """
@@ -59,7 +59,7 @@ def cluster_files(files: Sequence[Path], skeleton: Any, settings: ClusterSetting
     Args:
         files: The files; their tensors have the names of the model's parameters and buffers.
         skeleton: The model on the meta device.
-        settings: How; without calibration.
+        settings: The cluster settings, without calibration.
     """
     targets = clusterable(skeleton, settings)
     total = len(list(model_tensors(skeleton)))

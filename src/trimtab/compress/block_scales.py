@@ -1,9 +1,9 @@
 """Scales of blocks of columns: signed factors of 8 bits, which multiply the palette of their group of rows.
 
 A weight divided by its scales is more even than the weight, so one palette represents it better. The unit of the codes
-is part of the palettes: the entry of the largest magnitude of a group of rows has the code 127 or -127. A code has the
-sign of the largest entry of its block at first, so that every block has an entry near the largest value of the palette;
-then codes are searched for the least error, because the largest entry is one of many.
+is part of the palettes: the entry of the largest magnitude of a group of rows has the code 127 or -127. Initially a
+code has the sign of the largest entry of its block, so that every block has an entry near the largest value of the
+palette; then a search finds the codes with the least error, because the largest entry is only one of many.
 
 Shapes: O rows and I columns of a weight, S blocks of a row, G groups of rows, K values of a palette.
 """
@@ -19,14 +19,14 @@ from trimtab.compress.clustered_weight import spread
 from trimtab.compress.palettes import look_up, nearest
 
 _LARGEST = 127
-_LEAST = 3.5  # largest code of a row: below it, codes of 8 bits are too coarse
-_FACTORS = (1.0, 0.8, 0.87, 0.94, 1.07)  # of a code, tried with both signs
-_MAX_VALUES = 2**20  # entries searched at a time
+_LEAST = 3.5  # largest code of a row; below it, 8-bit codes are too coarse
+_FACTORS = (1.0, 0.8, 0.87, 0.94, 1.07)  # neighbours of a code, tried with both signs
+_MAX_VALUES = 2**20  # number of entries searched at a time
 
 
 @dataclass(frozen=True)
 class BlockScales:
-    """Scales of a weight; does nothing without codes.
+    """Scales of a weight; without codes, it does nothing.
 
     Args:
         block: Columns of a block; the last block of a row can be smaller.
@@ -66,7 +66,7 @@ class BlockScales:
         return 1.0 if self.codes_OS is None else self._spread(columns)
 
     def divided(self, values_OC: Tensor, columns: slice = slice(None)) -> Tensor:
-        """Return values of columns as multiples of their scales, which palettes are made of."""
+        """Return values of columns as multiples of their scales, from which palettes are computed."""
         return values_OC if self.codes_OS is None else _divided(values_OC, self._spread(columns))
 
     def importance(self, importance: Tensor | None) -> Tensor | None:
@@ -82,7 +82,7 @@ class BlockScales:
 
         Args:
             weight_OI: The weight.
-            palettes_GK: Palettes of the weight divided by the present scales, sorted.
+            palettes_GK: Palettes of the weight divided by the current scales, sorted.
             rows: Rows of a group.
             importance: Weights of squared errors; broadcast to the shape of the weight.
         """
@@ -130,7 +130,7 @@ class _Searched:
         weight_OI: The rows.
         codes_OS: Their codes, in fp32.
         block: Columns of a block.
-        dtype: What codes are rounded to.
+        dtype: The dtype to which codes are rounded.
     """
 
     weight_OI: Tensor
@@ -139,7 +139,7 @@ class _Searched:
     dtype: torch.dtype
 
     def best(self, palettes_GK: Tensor, rows: int, importance_OI: Tensor) -> Tensor:
-        """Return the codes near the present ones, or near their negatives, with the least error."""
+        """Return the codes near the current ones, or near their negatives, with the least error."""
         best_OS, least_OS = self.codes_OS, torch.full_like(self.codes_OS, torch.inf)
         for factor in (sign * factor for sign in (1, -1) for factor in _FACTORS):
             tried_OS = _rounded(self.codes_OS * factor, self.codes_OS * factor, self.dtype).float()

@@ -1,4 +1,4 @@
-"""What rows of data say about weights: second moments of the inputs of modules, and squared gradients of weights."""
+"""Calibration from rows of data: second moments of the inputs of modules, and squared gradients of weights."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,7 +15,7 @@ Batch = Mapping[str, Tensor]
 
 @torch.no_grad()
 def input_moments(model: Any, paths: Iterable[str], batches: Iterable[Batch]) -> dict[str, Tensor]:
-    """Return the mean of x xᵀ over the inputs x of each module, without those of padding, in fp32.
+    """Return the mean of x xᵀ over the inputs x of each module, without padding, in fp32.
 
     Args:
         model: The model, on its device.

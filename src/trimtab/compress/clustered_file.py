@@ -1,20 +1,19 @@
 """The format of clustered weights on disk.
 
 A folder has config.json, the tokenizer, trimtab.json and one or more files `clustered-NNNNN.safetensors`. The name is
-not `model.safetensors` on purpose: `from_pretrained` would find that file, miss the weights and start from random ones;
-so it stops with an error. A clustered weight NAME is two or three tensors:
+deliberately not `model.safetensors`: `from_pretrained` would find that file, miss the weights and start from random
+ones; with this name it raises an error. A clustered weight NAME is two or three tensors:
 
 - `NAME.indices`: uint8 of (O, ceil(I · bits / 8)), rows of packed indices (layout: `packed_indices`);
 - `NAME.palettes`: fp16 or fp32 of (ceil(O / rows), 2**bits); row o uses palette o // rows;
-- `NAME.scales`, if its scale_block is not 0: int8 of (O, ceil(I / scale_block)); fp16 or fp32 in version 1,
-  fp16 in version 2 for weights with rows far smaller than others.
+- `NAME.scales`, if its scale_block is not 0: int8 of (O, ceil(I / scale_block)); fp16 or fp32 in version 1, fp16 in
+  version 2 for weights with rows far smaller than others.
 
 Entry (o, i) of the weight is `palettes[o // rows, indices[o, i]] * scales[o, i // scale_block]`, computed in fp32.
 Other tensors are stored unchanged, under their names. A weight that several modules share is stored once, under its
 first name. The metadata of each file has the key "trimtab_clustered", a JSON object: {"version": 2, "tensors": {NAME:
 {"shape": [O, I], "bits": …, "rows": …, "scale_block": …, "transposed": …}}}. With "transposed" the module stores the
-transpose of the matrix (transformers' Conv1D).
-trimtab.json has {"clustered": {"files": {FILE: CHECKSUM, …}, …}}.
+transpose of the matrix (transformers' Conv1D). trimtab.json has {"clustered": {"files": {FILE: CHECKSUM, …}, …}}.
 
 Version 2 stores scales in 8 bits instead of 16; their unit is part of the palettes. Nothing else changed, and files of
 version 1 are read.
@@ -45,7 +44,7 @@ def is_clustered(folder: str | Path) -> bool:
 
 
 class ClusteredWriter:
-    """Writes weights one after the other; at most one file's worth is in memory.
+    """Write weights one after another; at most one file's worth is in memory.
 
     Args:
         folder: The folder.
@@ -71,7 +70,7 @@ class ClusteredWriter:
             self.flush()
 
     def flush(self) -> None:
-        """Write what has been added since the last file."""
+        """Write the weights added since the last file."""
         if not self._tensors:
             return
         self._num_files += 1

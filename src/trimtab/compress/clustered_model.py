@@ -1,4 +1,4 @@
-"""Build a transformers model from clustered weights: decoded once, or module by module whenever it is used."""
+"""Build a transformers model from clustered weights: decoded once, or module by module in each forward."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -31,9 +31,10 @@ def load_clustered_model(
     Args:
         folder: The folder.
         kind: Kind of the model, as in `load_model`.
-        dtype: dtype of the decoded weights and of all others.
+        dtype: dtype of all weights, decoded or not.
         decode: "once" decodes every weight now, for a plain and fast model. "on-use" keeps indices and palettes and
-            decodes a weight in each forward pass: small memory, and slower, except for products of few rows on a GPU.
+            decodes a weight in each forward pass: this needs less memory, and is slower except for products of few rows
+            on a GPU.
         trust_remote_code: Whether Python code in the folder may run.
     """
     if decode not in DECODE:
@@ -107,7 +108,7 @@ def _put(
 
 
 def _is_replaceable(module: nn.Module) -> bool:
-    """Whether a clustered module computes the same; subclasses may have a different forward."""
+    """Whether a clustered module computes the same as this one; subclasses may have a different forward."""
     from transformers.pytorch_utils import Conv1D
 
     return type(module) in (nn.Linear, nn.Embedding, Conv1D)
@@ -131,7 +132,7 @@ def replace_modules(model: Any, paths: list[str], weight: ClusteredWeight, dtype
 
 
 def _holders(model: nn.Module) -> dict[str, list[tuple[str, str]]]:
-    """Return where each parameter is held, as (module, attribute), by its first name."""
+    """Return the modules that hold each parameter, as (module, attribute), by its first name."""
     places: dict[int, list[tuple[str, str]]] = {}
     names: dict[int, str] = {}
     for path, module in model.named_modules():
@@ -167,7 +168,7 @@ def _read_generation_config(model: Any, folder: Path) -> None:
 
 
 def clustered_weights(model: nn.Module) -> Mapping[str, ClusteredWeight]:
-    """Return the current clustered weights of a model that decodes on use, by name; shared ones by their first."""
+    """Return the current clustered weights of a model that decodes on use, by name; shared ones by their first name."""
     found: dict[str, ClusteredWeight] = {}
     seen: set[int] = set()
     for path, module in model.named_modules():

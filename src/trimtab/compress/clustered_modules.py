@@ -1,7 +1,7 @@
 """Modules that keep their weight as packed indices and palettes, and decode it when it is used.
 
-Palettes are parameters: trained, their gradient is the sum of the weight's gradient over all entries with that index.
-Indices never change. Only the packed bytes are kept for backward, not the decoded weight's indices.
+Palettes are parameters. The gradient of a palette value is the sum of the weight's gradient over all entries with its
+index. Indices never change. Only the packed bytes are saved for backward, not the unpacked indices.
 """
 
 import math
@@ -24,7 +24,7 @@ class ClusteredModule(nn.Module):
 
     Args:
         weight: The weight.
-        dtype: dtype of the palettes, so of the decoded weight.
+        dtype: dtype of the palettes and so of the decoded weight.
     """
 
     indices: Tensor
@@ -37,7 +37,8 @@ class ClusteredModule(nn.Module):
         if dtype is torch.float16:
             weight = _in_range_of_fp16(weight)
         scales = weight.scales_OS
-        is_float = scales is not None and scales.is_floating_point()  # codes of 8 bits stay: the kernel reads them too
+        # 8-bit codes stay in int8: the kernel reads them too
+        is_float = scales is not None and scales.is_floating_point()
         self.register_buffer("scales", scales.to(dtype) if scales is not None and is_float else scales)
         self.palettes = nn.Parameter(weight.palettes_GK.to(dtype), requires_grad=False)
 
@@ -80,7 +81,7 @@ class ClusteredLinear(ClusteredModule):
         self.bias = bias
 
     def forward(self, x: Tensor) -> Tensor:
-        """Multiply with the decoded weight, or straight from the indices where a kernel does it."""
+        """Multiply with the decoded weight, or directly with the indices if a kernel supports it."""
         y = palette_product(x, self.clustered) if not self.palettes.requires_grad else None
         if y is not None:
             return y if self.bias is None else y + self.bias
@@ -111,9 +112,9 @@ class ClusteredEmbedding(ClusteredModule):
 def _in_range_of_fp16(weight: ClusteredWeight) -> ClusteredWeight:
     """Return a weight whose palettes are precise in fp16: larger by a power of two, and its scales smaller by it.
 
-    Scales are up to 127, so palettes are that much smaller than weights: of small weights they would be rounded to the
-    even spacing that fp16 has below 6e-5. With palettes up to 1, a scale that has this spacing is one of weights that
-    have it too; whole numbers divided by up to 2**24 are exact anyway.
+    Scales are up to 127, so palettes are smaller than weights by this factor: palettes of small weights would be
+    rounded to the even spacing of fp16 below 6e-5. With palettes up to 1, only scales of weights that are this small
+    have this spacing; and whole numbers divided by up to 2**24 are exact anyway.
     """
     largest = weight.palettes_GK.abs().max().item()
     if weight.scales_OS is None or not largest > 0:
@@ -128,7 +129,7 @@ class _Decode(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, palettes: Tensor, weight: ClusteredWeight) -> Tensor:
-        """Look the values up."""
+        """Look up the values."""
         ctx.weight = weight
         return weight.with_palettes(palettes).matrix()
 

@@ -22,7 +22,7 @@ class ClusteredWeight:
         rows: Rows of a group.
         num_columns: I.
         scales_OS: Factors of the palette's values, one for each block of `scale_block` columns of a row; the last block
-            can be smaller. In int8; fp16 or fp32 in old files. None for palettes of the weights themselves.
+            can be smaller. In int8; fp16 or fp32 in old files. None if palettes contain the weights themselves.
         scale_block: Columns of a block; 0 without scales.
         transposed: Whether the module stores the matrix as (I, O), as transformers' Conv1D does.
     """
@@ -54,13 +54,13 @@ class ClusteredWeight:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """What is stored, by the last part of its name."""
+        """The stored tensors, by the last part of their names."""
         parts = {"indices": self.packed_OB, "palettes": self.palettes_GK}
         return parts if self.scales_OS is None else parts | {"scales": self.scales_OS}
 
     @property
     def layout(self) -> dict[str, Any]:
-        """What is needed to decode the two tensors, as JSON values."""
+        """The values needed to decode the tensors, as JSON values."""
         about = {"shape": list(self.shape), "bits": self.bits, "rows": self.rows}
         return about | {"scale_block": self.scale_block, "transposed": self.transposed}
 

@@ -1,4 +1,4 @@
-"""Cluster weights: choose them, find palettes and indices, with or without what calibration rows say about inputs.
+"""Cluster weights: select them, and find palettes and indices, with or without calibration.
 
 Shapes: O rows and I columns of a weight, G groups of rows, K values of a palette.
 """
@@ -18,7 +18,7 @@ from trimtab.model.quantization import quantizable
 
 PER = ("tensor", "rows", "channel")
 IMPORTANCE = ("none", "activations", "gradients")
-_MIN_ENTRIES = 2048  # smaller weights are not clustered: they save nothing that matters
+_MIN_ENTRIES = 2048  # smaller weights are not clustered, because that would save little
 _NUM_REFITS = 2
 _NUM_SEARCHES = 2  # of scales
 # Without scales, small groups matter: palettes may add a quarter of a bit to a weight. With scales, which adapt to much
@@ -27,7 +27,7 @@ _WEIGHTS_PER_BIT = {False: 4, True: 512}
 # Largest value of a palette in fp16. The spacing of its small values is then at most a 2048th of the largest one, a
 # sixteenth of the mean distance of 256 values.
 _SMALLEST_FP16 = 2**-13
-_RIDGE = 1e-3  # pulls palette values that few entries use to where they were
+_RIDGE = 1e-3  # pulls palette values that few entries use towards their previous positions
 
 
 @dataclass(frozen=True)
@@ -36,15 +36,15 @@ class ClusterSettings:
 
     Args:
         bits: Bits of an index, 1 to 8.
-        per: What shares a palette: a "tensor", a group of "rows", or a "channel" (one row).
+        per: The weights that share a palette: a "tensor", a group of "rows", or a "channel" (one row).
         rows: Rows of a group, for per="rows"; None chooses by size, so that palettes add at most a 512th of a bit to a
             weight, or a quarter of a bit without scales.
         scale_block: Columns of a row that share a scale of 8 bits (see `block_scales`); 0 for none.
         importance: Weights of squared errors: "none", "activations" (mean square of the input that an entry is
             multiplied with) or "gradients" (mean squared gradient of the entry).
-        compensate: Spread the error of each column over later columns.
-        embeddings: Cluster embeddings and the output layer too.
-        palette_dtype: dtype of stored palettes; fp16 where its range suffices, or fp32.
+        compensate: Whether to spread the error of each column over later columns.
+        embeddings: Whether to cluster embeddings and the output layer, too.
+        palette_dtype: dtype of stored palettes: fp16 if its range is sufficient, or fp32.
         rest_dtype: dtype of stored weights that are not clustered; None keeps theirs.
     """
 
@@ -83,7 +83,8 @@ class ClusterSettings:
 def clusterable(model: Any, settings: ClusterSettings) -> dict[str, str]:
     """Return the weights to cluster: the parameter's (first) name and a module that holds it.
 
-    Linear modules of the base model, and embeddings and the output layer if the settings include them; not task heads.
+    These are the linear modules of the base model, and embeddings and the output layer if the settings include them;
+    not task heads.
     """
     from transformers.pytorch_utils import Conv1D
 
@@ -121,7 +122,7 @@ def cluster_weight(
 
     Args:
         weight_OI: The matrix, as (out, in).
-        settings: How.
+        settings: The cluster settings.
         hessian_II: Mean of x xᵀ over inputs of the module; needed for "activations" and to compensate.
         gradients_OI: Mean squared gradients; needed for "gradients".
         transposed: Whether the module stores the transpose.
@@ -144,7 +145,7 @@ def cluster_weight(
 def _fit_scales(
     weight_OI: Tensor, settings: ClusterSettings, rows: int, importance: Tensor | None
 ) -> tuple[BlockScales, Tensor]:
-    """Find scales and palettes in turns; each turn lowers the error."""
+    """Find scales and palettes alternately; each round lowers the error."""
     scales = BlockScales.of(weight_OI, settings.scale_block, rows)
     palettes_GK = find_palettes(scales.divided(weight_OI), settings.bits, rows, scales.importance(importance))
     for _ in range(_NUM_SEARCHES if settings.scale_block else 0):
@@ -155,7 +156,7 @@ def _fit_scales(
 
 
 def storable(palettes_GK: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round palettes to their stored dtype; values outside of the range in which fp16 is precise stay in fp32."""
+    """Round palettes to their stored dtype; values outside the range in which fp16 is precise stay in fp32."""
     largest_G = palettes_GK.abs().amax(1)
     least, largest = largest_G[largest_G > 0], largest_G.max().item()
     fits = not len(least) or _SMALLEST_FP16 <= least.min().item() <= largest < 6e4

@@ -1,7 +1,7 @@
 """nf4 with error compensation: weights are rounded column by column, and later columns make up for earlier errors.
 
 The scales are those of plain rounding, so the format is the same; only the choice among the 16 values differs. Inputs
-of the layers on calibration rows tell which errors matter.
+of the layers on calibration rows show which errors matter.
 
 Shapes: O rows (outputs) and I columns (inputs) of a weight, N positions of a batch.
 """
@@ -16,8 +16,8 @@ from torch import Tensor
 
 from trimtab.compress.error_compensation import compensated, output_error
 
-_BLOCK = 64  # weights that share a scale
-_MAX_BYTES = 2**30  # of Hessians in memory at a time
+_BLOCK = 64  # number of weights that share a scale
+_MAX_BYTES = 2**30  # bytes of Hessians in memory at a time
 
 
 def in_groups(layers: Mapping[str, torch.nn.Linear]) -> Iterator[list[str]]:
@@ -99,7 +99,7 @@ def compensate(quantized: Any, weight_OI: Tensor, hessian_II: Tensor) -> bool:
 
 
 def _scales_of(state: Any) -> Tensor:
-    """Return the scale of each block, as it is stored."""
+    """Return the stored scale of each block."""
     if not state.nested:
         return state.absmax.float()  # type: ignore[no-any-return]
     functional: Any = import_module("bitsandbytes").functional

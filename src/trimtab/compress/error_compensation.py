@@ -40,7 +40,8 @@ def compensated(
     """
     current_OI = weight_OI.detach().float().clone()
     hessian_II = hessian_II.to(current_OI.device)
-    # An input that is always 0 has no influence; its column is rounded as it is and gets no error of others.
+    # An input that is always 0 has no influence; its column is rounded without compensation and receives no errors of
+    # others.
     unused_I = hessian_II.diagonal() <= 0
     factor_II = inverse_factor(hessian_II, damping).to(current_OI.dtype)
     factor_II[:, unused_I] = factor_II[:, unused_I] * torch.eye(len(factor_II), device=factor_II.device)[:, unused_I]

@@ -1,6 +1,6 @@
 """Quantize a model that is larger than memory: read a weight from its files, quantize it, write it.
 
-At any time one weight is in memory, with what its format needs to round it, and one output file.
+At any time, one weight with the temporaries of its rounding and one output file are in memory.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ class FileQuantization:
 
     Args:
         files: Its safetensors files; their tensors have the names of the model's parameters and buffers.
-        skeleton: The model on the meta device, in the dtype of what is not quantized.
+        skeleton: The model on the meta device, in the dtype of the weights that are not quantized.
         format: The format.
         device: Where to quantize.
 
@@ -74,7 +74,7 @@ class FileQuantization:
         return config
 
     def _module_with(self, weight: torch.Tensor) -> torch.nn.Linear:
-        """Return a linear module with a weight; its bias is written apart."""
+        """Return a linear module with a weight; its bias is written separately."""
         with torch.device("meta"):
             module = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False)
         module.weight = torch.nn.Parameter(weight, requires_grad=False)

@@ -1,6 +1,7 @@
 """Write a Llama-like model with its tokenizer as one GGUF file, and check the file by reading it back.
 
-GGUF keeps the two halves of each rotary pair side by side, so rows of a Llama's query and key weights are permuted.
+GGUF stores the two halves of each rotary pair next to each other, so rows of a Llama's query and key weights are
+permuted.
 """
 
 import errno
@@ -31,11 +32,11 @@ _MAX_EPS = 1024  # the file keeps eps and theta in fp32, which changes the last 
 
 @dataclass(frozen=True)
 class GgufCheck:
-    """What reading a GGUF file back has shown.
+    """The result of reading a GGUF file back.
 
     Args:
         model: The model that was read back.
-        num_tensors: Number of tensors whose values are those that were written.
+        num_tensors: Number of tensors whose values equal the written ones.
         max_difference: Largest difference of a logit from the original model, which includes rounded weights.
         max_logit: Largest magnitude of a logit of the original model.
     """
@@ -56,7 +57,7 @@ def write_gguf(model: Any, tokenizer: Any, path: Path, dtype: str = "f16") -> No
         dtype: Type of the matrices: "f32", "f16" or "q8_0"; vectors are always f32.
 
     Raises:
-        ModelError: The model or the tokenizer has no form in GGUF.
+        ModelError: GGUF cannot represent the model or the tokenizer.
         MissingDependency: The package gguf is missing.
     """
     require_extra("gguf", "a .gguf file")
@@ -77,7 +78,8 @@ def _write(gguf: Any, model: Any, tokenizer: Any, path: Path, dtype: str) -> Non
     architecture = _ARCHITECTURES[config.model_type][0]
     writer = gguf.GGUFWriter(path, architecture)
     try:
-        writer.add_name(architecture)  # not mistral: transformers looks for that architecture then, and there is none
+        # not mistral: transformers would look for that architecture, which does not exist
+        writer.add_name(architecture)
         writer.add_file_type(gguf.LlamaFileType[_FILE_TYPES[dtype]])
         _add_hyperparameters(writer, config)
         add_rope(writer, model)
@@ -112,7 +114,7 @@ def _head_size(config: Any) -> int:
 
 
 def gguf_tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of a model in fp32, with the names and in the order of rows of GGUF."""
+    """Yield the tensors of a model in fp32, with GGUF's names and order of rows."""
     import gguf
 
     config = model.config
@@ -136,7 +138,7 @@ def gguf_tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _permuted(values: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """Put the two halves of each rotary pair side by side."""
+    """Put the two halves of each rotary pair next to each other."""
     halves = values.reshape(num_heads, 2, -1, *values.shape[1:])
     return halves.swapaxes(1, 2).reshape(values.shape).contiguous()
 
@@ -174,7 +176,8 @@ def check_gguf(path: Path, model: Any, tokenizer: Any, dtype: str) -> GgufCheck:
     with quiet_transformers():
         found = loaded(**arguments).logits
         own = model(**arguments).logits
-        # the original code with the weights of the file: what differs then is a wrong number in the file's header
+        # the original code with the weights of the file: any remaining difference is a wrong number in the file's
+        # header
         weights = _weights_read_back(model, loaded, dtype)
         same = torch.func.functional_call(model, weights, kwargs=arguments, tie_weights=False).logits
     limit = _MAX_EPS * torch.finfo(torch.float32).eps * same.abs().max().item()
@@ -189,7 +192,7 @@ def check_gguf(path: Path, model: Any, tokenizer: Any, dtype: str) -> GgufCheck:
 
 
 def _check_tensors(path: Path, model: Any, dtype: str) -> int:
-    """Compare rotary embeddings and each tensor of the file with what was to be written; returns their number."""
+    """Compare rotary embeddings and each tensor of the file with the expected values; return their number."""
     import gguf
 
     reader = _open_gguf(path)
@@ -211,7 +214,7 @@ def _check_tensors(path: Path, model: Any, dtype: str) -> int:
 
 
 def _rounded(values: torch.Tensor, dtype: str) -> torch.Tensor:
-    """Return a tensor with the values that it has in the file."""
+    """Return a tensor with the values as stored in the file."""
     import gguf
 
     kind = _type_of(values, dtype)

@@ -25,7 +25,7 @@ def add_tokenizer(writer: Any, tokenizer: Any, num_rows: int) -> None:
         num_rows: Rows of the embedding; rows without a token are filled with unused tokens.
 
     Raises:
-        ModelError: The tokenizer has no form in GGUF.
+        ModelError: GGUF cannot represent the tokenizer.
     """
     content = _content_of(tokenizer)
     model, is_byte_level = content["model"], _is_byte_level(content)
@@ -56,7 +56,7 @@ def check_tokens(tokenizer: Any, read_back: Any) -> None:
     """Compare the tokens of sample texts, without the special tokens around them.
 
     Raises:
-        ModelError: A text has other tokens.
+        ModelError: A text has different tokens.
     """
     for text in _SAMPLES:
         own = tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -1,7 +1,7 @@
-"""Which layers to quantize how far: the mix of formats with the least divergence for its size.
+"""Choose the format of each layer: the mix of formats with the least divergence for its size.
 
-Each layer alone was measured in each format: its size, and the divergence of the model's outputs. Divergences of
-several layers are taken to add up, which holds while they are small; whoever chooses a mix measures it as a whole.
+Each layer was measured alone in each format: its size, and the divergence of the model's outputs. Divergences of
+several layers are assumed to add up, which is true while they are small; callers measure the chosen mix as a whole.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -41,18 +41,18 @@ class Move:
 
     @property
     def price(self) -> float:
-        """Divergence for each byte saved."""
+        """Divergence per byte saved."""
         return self.divergence / self.saved_bytes
 
 
 def ordered_moves(forms: Mapping[str, Sequence[LayerForm]]) -> list[Move]:
-    """Return changes in the order of their price; every prefix of the list is a mix of formats.
+    """Return changes ordered by price; every prefix of the list is a mix of formats.
 
     Args:
         forms: The forms of each layer, the original among them.
     """
     moves = [move for layer, found in forms.items() for move in _moves_of(layer, found)]
-    return sorted(moves, key=lambda move: move.price)  # stable, and prices of one layer never fall
+    return sorted(moves, key=lambda move: move.price)  # the sort is stable, and prices of one layer never fall
 
 
 def _moves_of(layer: str, forms: Sequence[LayerForm]) -> list[Move]:
@@ -86,7 +86,7 @@ def formats_after(moves: Sequence[Move]) -> dict[str, str]:
 
 
 def within_size(moves: Sequence[Move], original_bytes: int, max_bytes: int) -> list[Move] | None:
-    """Return the moves that make a model small enough with little divergence; None if all do not.
+    """Return the moves that make a model small enough with little divergence; None if even all moves do not.
 
     Args:
         moves: Result of `ordered_moves`.
@@ -101,7 +101,7 @@ def within_size(moves: Sequence[Move], original_bytes: int, max_bytes: int) -> l
         size -= move.saved_bytes
     if size > max_bytes:
         return None
-    # The last move often saves more than was missing, which makes room to undo the most harmful ones.
+    # The last move often saves more than was missing, so the most harmful moves can be undone.
     for move in sorted(chosen, key=lambda move: -move.divergence):
         is_last_of_layer = [other for other in chosen if other.layer == move.layer][-1] is move
         if is_last_of_layer and size + move.saved_bytes <= max_bytes:
@@ -111,7 +111,7 @@ def within_size(moves: Sequence[Move], original_bytes: int, max_bytes: int) -> l
 
 
 def longest_that_holds(num_moves: int, holds: Callable[[int], bool]) -> int:
-    """Return the largest number of moves for which `holds`, found by bisection; 0 moves hold always.
+    """Return the largest number of moves for which `holds`, found by bisection; 0 moves always hold.
 
     A number above 0 is returned only if `holds` was called with it and was true.
     """

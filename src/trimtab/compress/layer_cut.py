@@ -1,4 +1,4 @@
-"""Cut layers out of a model: embeddings, head and the chosen layers stay, and its config describes what is left."""
+"""Remove layers from a model: embeddings, head and the chosen layers stay, and the config describes the result."""
 
 import contextlib
 import copy
@@ -19,7 +19,7 @@ _SIZES = {
 
 
 def evenly_spaced(num_layers: int, num_kept: int) -> list[int]:
-    """Numbers of the layers to keep, with the first and the last: [0, 2, 4, 7, 9, 11] for 6 of 12."""
+    """Numbers of the layers to keep, including the first and the last: [0, 2, 4, 7, 9, 11] for 6 of 12."""
     if num_kept == 1:
         return [0]
     return [round(index * (num_layers - 1) / (num_kept - 1)) for index in range(num_kept)]
@@ -48,7 +48,7 @@ def choose_layers(num_layers: int, asked: str | int | Sequence[int]) -> list[int
 
 
 def cut_layers(model: Any, asked: str | int | Sequence[int]) -> list[list[int]]:
-    """Remove the other layers of a transformers model, in place; also of one on `meta`.
+    """Remove the other layers of a transformers model in place; the model may be on `meta`.
 
     Args:
         model: The model. An encoder-decoder is cut in both parts.
@@ -66,7 +66,7 @@ def cut_layers(model: Any, asked: str | int | Sequence[int]) -> list[list[int]]:
         raise _cannot_cut(model, "it has no list of layers")
     kept = [choose_layers(len(blocks), asked) for _, blocks in stacks]
     homes = [model.get_submodule(name) for name, _ in stacks]
-    configs = _configs_of(model, homes)  # of the whole model: a part is found by what it contains
+    configs = _configs_of(model, homes)  # names relative to the whole model: a part is found by its contents
     for home, (_, blocks), numbers in zip(homes, stacks, kept, strict=True):
         home._modules.clear()
         for position, number in enumerate(numbers):
@@ -116,7 +116,7 @@ def _fit_config(config: Any, lengths: list[int], kept: list[list[int]]) -> None:
 
 
 def _check(model: Any) -> None:
-    """Refuse a model that its own config does not describe: it could not be loaded again."""
+    """Refuse a model that its own config does not describe, because it could not be loaded again."""
     with quiet_transformers(), torch.device("meta"):
         described = type(model)(copy.deepcopy(model.config))
     wanted, found = ({name for name, _ in each.named_parameters()} for each in (described, model))

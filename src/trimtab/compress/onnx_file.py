@@ -48,7 +48,8 @@ def write_onnx(model: Any, tokenizer: Any, folder: Path) -> list[str]:
             raise
         except Exception as error:  # the exporter raises its own classes, and any that the traced model raises
             cause: BaseException = error
-            while cause.__cause__ is not None:  # the last line names what is missing, the first one how to report it
+            # the last line names what is missing, the first one says how to report it
+            while cause.__cause__ is not None:
                 cause = cause.__cause__
             raise ModelError(
                 f"{type(model).__name__} cannot be exported to ONNX: {summarize_error(cause)}", "--to merged"
@@ -79,7 +80,7 @@ def _write_graph(graph: Graph, path: Path) -> None:
 
 
 def quantize_onnx(source: Path, target: Path) -> None:
-    """Write an ONNX file with 8-bit weights, whose activations are rounded to 8 bits when the model runs.
+    """Write an ONNX file with 8-bit weights; activations are rounded to 8 bits when the model runs.
 
     Args:
         source: A file of `write_onnx`.
@@ -92,7 +93,7 @@ def quantize_onnx(source: Path, target: Path) -> None:
         from onnxruntime.quantization import QuantType, quantize_dynamic
 
         model = onnx.load(str(source))
-        # shapes of intermediate results: those of transposed weights are outdated, which the quantizer refuses
+        # shapes of intermediate results: those of transposed weights are outdated, which the quantizer rejects
         model.graph.ClearField("value_info")
         quantize_dynamic(
             model,

@@ -1,8 +1,9 @@
-"""The parts of a model that become ONNX files: what each takes and returns, and an example to trace it with.
+"""The parts of a model that become ONNX files: their inputs and outputs, and an example to trace them with.
 
-A classifier or masked language model is one graph from token ids to logits. A decoder takes and returns the keys and
-values of its tokens too, so that the next token costs one token. An encoder-decoder is two graphs: the encoder returns
-the keys and values that the decoder's cross-attention reads, which are computed once for all tokens.
+A classifier or masked language model is one graph from token ids to logits. A decoder also takes and returns the keys
+and values of its tokens, so that the next token needs the computation of only one token. An encoder-decoder is two
+graphs: the encoder returns the keys and values that the decoder's cross-attention reads, which are computed once for
+all tokens.
 
 Shapes: B rows, L tokens, P tokens in the cache, S tokens of a source, H heads of dimension D.
 """
@@ -28,8 +29,9 @@ class Graph:
 
     Args:
         file: Name of the file.
-        module: Computes it; takes tensors and lists of keys and values, and returns a tensor or a list of them.
-        example: Inputs to trace it with. Sizes that vary differ from 0 and 1, which torch takes for constants.
+        module: Computes the graph; takes tensors and lists of keys and values, and returns a tensor or a list of
+            tensors.
+        example: Inputs to trace it with. Sizes that vary differ from 0 and 1, which torch treats as constants.
         outputs: Names of the outputs.
     """
 
@@ -51,7 +53,7 @@ def graphs_of(model: Any, tokenizer: Any) -> list[Graph]:
 
 
 def example_inputs(model: Any, tokenizer: Any, num_rows: int, length: int) -> dict[str, Tensor]:
-    """Return a batch of random tokens; all rows but the first are padded at their end."""
+    """Return a batch of random tokens; all rows except the first are padded at the end."""
     config, forward = model.config, inspect.signature(model.forward).parameters
     generator = torch.Generator().manual_seed(num_rows * 1000 + length)
     num_tokens = getattr(config.get_text_config(), "vocab_size", len(tokenizer))
@@ -81,7 +83,7 @@ def cache_names(first: str, num_tensors: int) -> list[str]:
 
 
 def takes_position_ids(model: Any) -> bool:
-    """Whether a model takes the positions of tokens as an input; others find them from the attention mask."""
+    """Whether a model takes the positions of tokens as an input; others derive them from the attention mask."""
     return "position_ids" in inspect.signature(model.forward).parameters
 
 
@@ -124,7 +126,7 @@ class _Decoder(torch.nn.Module):
 
 
 class _Encoder(torch.nn.Module):
-    """An encoder, and what the decoder's cross-attention makes of its output."""
+    """An encoder, and the keys and values that the decoder's cross-attention computes from its output."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -134,7 +136,7 @@ class _Encoder(torch.nn.Module):
         from transformers.modeling_outputs import BaseModelOutput
 
         hidden_BSD = self.encode(input_ids, attention_mask)
-        outputs = self.model(  # one token, whose own results are unused, so that they are not in the graph
+        outputs = self.model(  # one token, whose own results are unused and so not part of the graph
             encoder_outputs=BaseModelOutput(last_hidden_state=hidden_BSD),  # type: ignore[arg-type]
             attention_mask=attention_mask,
             decoder_input_ids=torch.zeros_like(input_ids[:, :1]),
@@ -164,7 +166,7 @@ class _CrossDecoder(torch.nn.Module):
 
         cache: Any = EncoderDecoderCache(_cache_of(past_key_values), _cache_of(cross))
         cache.is_updated = dict.fromkeys(range(len(cross) // 2), True)
-        # models ask for the shape of hidden states, whose values are in the cache
+        # models read the shape of hidden states, whose values are in the cache
         hidden_BSD = cross[0].new_zeros(cross[0].shape[0], cross[0].shape[2], self._hidden_size)
         outputs = self.model(
             encoder_outputs=BaseModelOutput(last_hidden_state=hidden_BSD),  # type: ignore[arg-type]
@@ -204,7 +206,7 @@ def _encoder_decoder_graphs(model: Any, inputs: Mapping[str, Tensor]) -> list[Gr
 
 
 def _example_cache(model: Any, inputs: Mapping[str, Tensor]) -> list[Tensor] | None:
-    """Return the keys and values of three tokens; None for a model that has none, or keeps more than those."""
+    """Return the keys and values of three tokens; None for a model without a cache, or with more than those in it."""
     if kind_of(model) != "causal-lm":
         return None
     with torch.no_grad():
@@ -217,7 +219,7 @@ def _example_cache(model: Any, inputs: Mapping[str, Tensor]) -> list[Tensor] | N
 
 
 def _cache_of(tensors: Sequence[Tensor]) -> Any:
-    """Return transformers' cache of keys and values; of all tokens, also in models that look at the last ones only."""
+    """Return transformers' cache of keys and values of all tokens, even if a model attends only to the last ones."""
     from transformers.cache_utils import DynamicCache
 
     return DynamicCache(list(zip(tensors[::2], tensors[1::2], strict=True)))

@@ -2,8 +2,8 @@
 
 Layout: the indices of a row (a flat sequence) are one stream of bits. Index i occupies the bits i·b to i·b + b - 1 of
 the stream, its least significant bit first; bit k of the stream is bit k % 8 of byte k // 8, counted from the least
-significant one. The last byte is filled up with zeros. With 4 bits, byte 0 is index 0 + 16 · index 1; with 3 bits, an
-index can lie in two bytes, and 8 indices fill 3 bytes exactly. Rows are padded separately, so each starts at a byte.
+significant one. The last byte is padded with zeros. With 4 bits, byte 0 is index 0 + 16 · index 1; with 3 bits, an
+index can span two bytes, and 8 indices fill 3 bytes exactly. Rows are padded separately, so each starts at a byte.
 """
 
 import torch

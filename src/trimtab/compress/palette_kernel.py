@@ -1,8 +1,9 @@
 """A Triton kernel that multiplies rows with a clustered weight. Imported only if Triton is installed.
 
 A program computes one row of the batch times `BLOCK_ROWS` rows of the weight. It reads `BLOCK_BYTES` bytes of each row
-of indices at a time; palettes are small enough for the L1 cache. Sums are fp32. Only bits that divide 8, so that no
-index lies in two bytes. Shapes: M rows of the batch, O and I of the weight, B bytes of a packed row.
+of indices at a time; palettes are small enough for the L1 cache. Sums are fp32. Only numbers of bits that divide 8 are
+supported, so that no index spans two bytes. Shapes: M rows of the batch, O and I of the weight, B bytes of a packed
+row.
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""The product of a few rows with a clustered weight, straight from its indices, where a Triton kernel can run.
+"""The product of a few rows with a clustered weight, directly from its indices, if a Triton kernel can run.
 
 With few rows a product is limited by reading the weight: indices of 4 bits are an eighth of fp32. With many rows it is
 limited by arithmetic, and decoding once for a dense product is faster.
@@ -13,11 +13,11 @@ from torch import Tensor
 from trimtab.compress.clustered_weight import ClusteredWeight
 from trimtab.hardware.extras import has_package
 
-MAX_ROWS = 8  # beyond, the weight is decoded and multiplied by cuBLAS
+MAX_ROWS = 8  # with more rows, the weight is decoded and multiplied by cuBLAS
 
 
 def palette_product(x: Tensor, weight: ClusteredWeight) -> Tensor | None:
-    """Return x Wᵀ, or None where no kernel computes it: then decode the weight."""
+    """Return x Wᵀ, or None if no kernel supports it: then decode the weight."""
     if not x.is_cuda or x.numel() > MAX_ROWS * x.shape[-1] or 8 % weight.bits or x.requires_grad:
         return None
     kernel = _kernel()

@@ -1,7 +1,7 @@
-"""Train the palettes of a clustered model, with fixed indices, to answer as the original model does.
+"""Train the palettes of a clustered model, with fixed indices, to reproduce the outputs of the original model.
 
-The training loop is that of every run (`training.loop`): accumulation is exact, micro-batches shrink when memory
-runs out, steps that are not finite end it, a signal stops it. Nothing is saved on the way.
+The training loop is that of every run (`training.loop`): accumulation is exact, micro-batches shrink when memory runs
+out, and steps that are not finite or a signal end it. No checkpoints are saved.
 """
 
 from collections.abc import Callable
@@ -36,7 +36,7 @@ from trimtab.training.trainer_parts import LoopSettings, ModelSelection, RunOutp
 from trimtab.training.work_progress import work_mode
 from trimtab.units import Every
 
-_LEARNING_RATE = 3e-3  # of the root mean square of a palette: Adam's steps are of the size of the learning rate
+_LEARNING_RATE = 3e-3  # fraction of the root mean square of a palette: Adam's steps have the size of the learning rate
 _BATCH_SIZE = 16
 _MAX_NORM = 1.0
 _NUM_REPORTS = 5
@@ -52,7 +52,7 @@ def train_palettes(
     num_steps: int,
     learning_rate: float = _LEARNING_RATE,
 ) -> FitResult:
-    """Train all palettes of a model; nothing else of it changes.
+    """Train all palettes of a model; nothing else changes.
 
     Args:
         student: A model with clustered modules.
@@ -133,7 +133,7 @@ def _build_trainer(
 
 
 class _Divergence:
-    """The loss of palettes. Both models are in eval mode: dropout would add noise to a goal that is exact."""
+    """The loss of palettes. Both models are in eval mode: dropout would add noise to an exact target."""
 
     def __init__(self, teacher: Any, kind: str) -> None:
         self._teacher, self._kind = teacher.eval(), kind
@@ -148,7 +148,7 @@ class _Divergence:
 
 
 class _NoRunFolder:
-    """Writes nothing: the trained model is the result."""
+    """Write nothing: the trained model is the result."""
 
     problem = None
 

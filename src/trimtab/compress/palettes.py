@@ -1,7 +1,7 @@
-"""Palettes: the values that the weights of a group are clustered to, found by weighted k-means in one dimension.
+"""Palettes: the values to which the weights of a group are clustered, found by weighted k-means in one dimension.
 
 Lloyd's algorithm on sorted values: clusters are intervals, so one iteration is a binary search of the K - 1 boundaries
-and differences of prefix sums, for all groups at once. It is started from three palettes, and the best result of each
+and differences of prefix sums, for all groups together. It is started from three palettes, and the best result of each
 group is kept: quantiles, an even grid (the result is then never worse than rounding to that grid) and quantiles of the
 cube root of the density, which is optimal for many values. Nothing is random.
 
@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 _MAX_ITERATIONS = 60
-_MIN_GAIN = 1e-4  # relative decrease of the error in an iteration that is worth another one
-_NUM_BINS = 512  # of the histogram that estimates a density
+_MIN_GAIN = 1e-4  # smallest relative decrease of the error for which another iteration is run
+_NUM_BINS = 512  # bins of the histogram that estimates a density
 _STARTS = ("quantiles", "grid", "density")
-_MAX_VALUES = 2**22  # sorted at a time, in fp64 with their prefix sums
+_MAX_VALUES = 2**22  # values sorted at a time, in fp64 with their prefix sums
 
 
 def rows_of_group(

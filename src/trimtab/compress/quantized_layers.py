@@ -1,4 +1,4 @@
-"""A model whose linear modules are switched between their original and quantized forms, and its description."""
+"""A model whose linear modules can be switched between original and quantized forms, and its description."""
 
 import copy
 import json
@@ -19,7 +19,7 @@ _ENTRY_BYTES = 110  # dtype, shape and offsets of a tensor in the header of a fi
 class QuantizedLayers:
     """The linear modules of a model's base, each in its original form or in a format.
 
-    Originals are kept, so that a choice can be undone; `finish` lets them go.
+    Originals are kept, so that a choice can be undone; `finish` releases them.
 
     Attributes:
         names: Names of the modules that can be quantized; heads and embeddings are not among them.
@@ -36,7 +36,8 @@ class QuantizedLayers:
         found = {name: model.get_submodule(name) for name in quantizable(model)}
         self._originals = {name: module for name, module in found.items() if type(module) is torch.nn.Linear}
         self._formats: dict[str, WeightFormat] = {}
-        self._made: dict[tuple[str, str], torch.nn.Module] = {}  # by name and format, if rounding depends on data
+        # by name and format, for formats whose rounding depends on data
+        self._made: dict[tuple[str, str], torch.nn.Module] = {}
         self.names = list(self._originals)
         if not self.names:
             raise ModelError(
@@ -45,11 +46,11 @@ class QuantizedLayers:
             )
 
     def suited(self, format: WeightFormat) -> list[str]:
-        """Return the names of the modules whose shapes suit a format."""
+        """Return the names of the modules whose shapes are supported by a format."""
         return [name for name, module in self._originals.items() if format.suits(module)]
 
     def apply(self, formats: Mapping[str, WeightFormat]) -> None:
-        """Give each module that is named its format, and all others their original form."""
+        """Give each named module its format, and all others their original form."""
         for name, original in self._originals.items():
             wanted, current = formats.get(name), self._formats.get(name)
             if wanted is not current:
@@ -89,7 +90,7 @@ class QuantizedLayers:
         return format.quantized(self._originals[name]) if made is None else copy.deepcopy(made)
 
     def num_bytes(self, name: str, format: WeightFormat | None) -> int:
-        """Return the size of a module in a format (None: its original form) in a file."""
+        """Return the size of a module in a file in a format; None means its original form."""
         module = self._originals[name]
         form = module if format is None else self._quantized(name, format)
         return _stored_bytes(form.state_dict(prefix=f"{name}."))
@@ -113,7 +114,7 @@ class QuantizedLayers:
 
 
 def _stored_bytes(tensors: Mapping[str, Any]) -> int:
-    """Return the size of tensors in a safetensors file, with their part of its header, or little more."""
+    """Return the size of tensors in a safetensors file, including their part of its header, or slightly more."""
     total, seen = 0, set[int]()
     for name, tensor in tensors.items():
         parts = _parts(tensor)
@@ -126,7 +127,7 @@ def _stored_bytes(tensors: Mapping[str, Any]) -> int:
 
 
 def _described_bytes(name: str, tensor: Any) -> int:
-    """Return the size of what torchao writes about a tensor; bitsandbytes writes nothing."""
+    """Return the size of torchao's description of a tensor; bitsandbytes writes none."""
     if not hasattr(tensor, "__tensor_flatten__"):
         return 2 * len(name) + _ENTRY_BYTES // 2
     from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
@@ -136,7 +137,7 @@ def _described_bytes(name: str, tensor: Any) -> int:
 
 
 def _parts(tensor: Any) -> list[torch.Tensor]:
-    """Return the tensors that a tensor of torchao is made of, or the tensor itself."""
+    """Return the tensors that a torchao tensor consists of, or the tensor itself."""
     if not hasattr(tensor, "__tensor_flatten__"):
         return [tensor]
     names, _ = tensor.__tensor_flatten__()

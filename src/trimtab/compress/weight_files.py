@@ -87,7 +87,7 @@ def save_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[st
 
 
 class WeightShards:
-    """Writes the weights of a model as `save_pretrained` does; at most one file's worth is in memory.
+    """Write the weights of a model like `save_pretrained`; at most one file's worth is in memory.
 
     Args:
         folder: The folder.
@@ -105,8 +105,8 @@ class WeightShards:
         """Add the tensors of one weight, which are stored in the same file.
 
         Args:
-            tensors: On any device.
-            metadata: What torchao writes about the weight; empty for other packages.
+            tensors: The tensors, on any device.
+            metadata: Torchao's description of the weight; empty for other packages.
         """
         size = sum(tensor.nbytes for tensor in tensors.values())
         if self._tensors and size + _num_bytes(self._tensors) > self._shard_bytes:
@@ -141,7 +141,7 @@ class WeightShards:
         self._tensors = {}
 
     def _unnamed(self, number: int) -> Path:
-        """Return the path of a file while the number of files is not known."""
+        """Return the path of a file while the number of files is unknown."""
         return self._folder / f"shard-{number:05d}.safetensors"
 
 

@@ -17,9 +17,9 @@ from trimtab.errors import MissingDependency, ModelError
 from trimtab.hardware.extras import has_package, require_extra
 from trimtab.log import quiet_package, say
 
-_FP8_CAPABILITY = (8, 9)  # of CUDA devices with fp8 products
+_FP8_CAPABILITY = (8, 9)  # compute capability of CUDA devices with fp8 products
 _INT4_CAPABILITY = (8, 0)
-_SMALLEST_INPUT = 1e-12  # what the largest input of a row counts as at least: torchao divides by it
+_SMALLEST_INPUT = 1e-12  # lower bound for the largest input of a row, by which torchao divides
 _NF4_BLOCK = 64  # weights that share a scale
 _OUTLIER = 6.0  # bnb-int8 multiplies columns with larger inputs in half precision; transformers' default
 _MAX_PADDING = 1.5  # times the size of a weight
@@ -33,8 +33,8 @@ class WeightFormat(ABC):
     Attributes:
         name: Its name on the command line and in trimtab.json.
         package: The package with its kernels.
-        summary: What it stores and how it multiplies, in words.
-        capability: The least capability of a CUDA device that can multiply with it; None if every device can.
+        summary: A description of what it stores and how it multiplies.
+        capability: The lowest compute capability of a CUDA device that supports it; None if every device does.
         needs_bf16: Whether the other weights of the model have to be bf16.
     """
 
@@ -82,7 +82,7 @@ class WeightFormat(ABC):
 
     @abstractmethod
     def stored(self, tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-        """Return tensors of a state_dict as a safetensors file contains them, and what its header says about them."""
+        """Return tensors of a state_dict as stored in a safetensors file, and their description in its header."""
 
     @abstractmethod
     def describe(self, model: Any, formats: Mapping[str, "WeightFormat"]) -> Any:
@@ -104,7 +104,7 @@ class TorchaoFormat(WeightFormat):
     padded_to: int = 1
 
     def suits(self, module: torch.nn.Linear) -> bool:
-        """Whether both sizes of the weight are multiples of what the kernels need, and padding wastes little."""
+        """Whether both sizes of the weight are multiples of the kernels' block sizes, and padding wastes little."""
         padded = -(-module.in_features // self.padded_to) * self.padded_to
         fits = not any(size % of for size, of in zip(module.weight.shape, self.multiple, strict=True))
         return fits and padded <= _MAX_PADDING * module.in_features
@@ -142,7 +142,7 @@ class TorchaoFormat(WeightFormat):
 
 @dataclass(frozen=True)
 class BitsAndBytesFormat(WeightFormat):
-    """A format of bitsandbytes; a model has one, and modules that are not quantized."""
+    """A bitsandbytes format; a model has one such format, and modules that are not quantized."""
 
     bits: int = 4
 
@@ -152,7 +152,7 @@ class BitsAndBytesFormat(WeightFormat):
         _require_accelerate(self.name)
 
     def suits(self, module: torch.nn.Linear) -> bool:
-        """Whether rows are whole blocks: on a CPU, bitsandbytes reads wrong scales for others."""
+        """Whether rows consist of whole blocks: on a CPU, bitsandbytes reads wrong scales for other rows."""
         return self.bits == 8 or module.in_features % _NF4_BLOCK == 0
 
     def quantized(self, module: torch.nn.Linear) -> torch.nn.Module:
@@ -257,7 +257,7 @@ def check_stored_formats(source: str, settings: Any, device: torch.device) -> No
 
     Raises:
         MissingDependency: If a package is not installed.
-        ModelError: If the settings are not those of a format that is known, or the device has no kernels for it.
+        ModelError: If the settings are not those of a known format, or the device has no kernels for it.
     """
     again = "quantize the original model: trimtab quantize"
     method = settings.get("quant_method") if isinstance(settings, Mapping) else None
@@ -301,7 +301,7 @@ def _require_accelerate(asked: str) -> None:
 
 
 def _empty_like(module: torch.nn.Linear, kind: Any, **settings: Any) -> Any:
-    """Return a linear module of a kind without memory, of the same size and mode."""
+    """Return a linear module of a given class without memory, of the same size and mode."""
     with torch.device("meta"):
         copy = kind(module.in_features, module.out_features, module.bias is not None, **settings)
     return copy.train(module.training)

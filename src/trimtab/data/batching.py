@@ -1,4 +1,4 @@
-"""Which rows form a batch: a pure function of (seed, epoch) that groups rows of similar length.
+"""The rows of each batch: a pure function of (seed, epoch) that groups rows of similar length.
 
 Rows are shuffled, sorted by length within sort windows of many batches, split into batches, and the batches shuffled
 again: there is little padding, and the order stays random.

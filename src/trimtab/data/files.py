@@ -195,7 +195,7 @@ def _parse_parquet(data: bytes, name: str) -> Rows:
     from pyarrow import parquet
 
     try:
-        # On this thread alone: a thread of Arrow's pools that still holds Python objects at interpreter exit aborts the
+        # Use only this thread: a thread of Arrow's pools that still holds Python objects at interpreter exit aborts the
         # process, and the exit code is lost.
         table = parquet.ParquetFile(io.BytesIO(data), pre_buffer=False).read(use_threads=False)
     except (pyarrow.ArrowException, OSError) as error:

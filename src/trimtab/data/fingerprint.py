@@ -47,7 +47,7 @@ def fingerprint(parts: Sequence[Any]) -> str:
 
 
 def content_fingerprint(rows: Rows) -> str:
-    """Digest the content of rows alone: the same for the same rows in any place and with any version.
+    """Digest only the contents of rows: equal rows have the same digest in any location and with any version.
 
     Raises:
         FingerprintError: If a column contains a value of unknown type.

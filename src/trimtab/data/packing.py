@@ -254,7 +254,7 @@ class RoundedCollate:
 
 
 def _is_of_tokens(value: Any, shape: torch.Size) -> bool:
-    """Whether there is one value per token. Several labels of a row are floats; rows may have as many as tokens."""
+    """Whether there is one value per token. Multiple labels of a row are floats, and may be as many as tokens."""
     return isinstance(value, torch.Tensor) and value.shape == shape and not value.is_floating_point()
 
 

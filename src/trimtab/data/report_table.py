@@ -1,4 +1,4 @@
-"""Format a `DataReport` with rich. Everything that has a colour has a character too, for logs without colours."""
+"""Format a `DataReport` with rich. Everything shown in colour also has a character, for logs without colours."""
 
 from rich.console import Group, RenderableType
 from rich.table import Table

@@ -74,7 +74,7 @@ def check_source(text: str) -> None:
 
 @dataclass(frozen=True)
 class _Location:
-    """Where a named source is: in files, in a folder that `datasets` saved, or on the Hub."""
+    """The location of a named source: in files, in a folder that `datasets` saved, or on the Hub."""
 
     origin: str
     window: tuple[str, str] | None

@@ -52,7 +52,7 @@ def _make_state(module: ModuleType, place: RankInfo) -> None:
 
 @contextmanager
 def _launch_variables(place: RankInfo) -> Iterator[None]:
-    """Set the environment variables that Accelerate reads, whichever launcher started the processes; restore them."""
+    """Set the environment variables that Accelerate reads, for any launcher; restore them on exit."""
     before = dict(os.environ)
     os.environ |= {
         "RANK": str(dist.get_rank()),

@@ -155,7 +155,7 @@ class DataParallel(DistributedDataParallel):
         self._ready_before = self.reducer.get_backward_stats()
 
     def fill_missing_gradients(self) -> None:
-        """After a failed backward, contribute zeros for the gradients it did not reach: other ranks wait for them."""
+        """After a failed backward, contribute zeros for the gradients it did not reach; other ranks wait for them."""
         if self._awaits_backward:
             ready_times = zip(self._ready_before, self.reducer.get_backward_stats(), strict=True)
             is_ready = [before != now for before, now in ready_times]

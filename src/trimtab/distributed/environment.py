@@ -67,7 +67,7 @@ SINGLE_PROCESS = RankInfo(0, 1, 0, 1, None, None, "none")
 
 @dataclass(frozen=True)
 class Machine:
-    """What this host offers to the processes that are started on it.
+    """The resources of this host for the processes that are started on it.
 
     Args:
         num_devices: GPUs or other accelerators that torch can use.

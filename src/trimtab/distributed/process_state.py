@@ -145,7 +145,7 @@ class ProcessState(ProcessInterface):
 
 
 def _run_if(condition: Callable[[], bool], function: Callable[..., T]) -> Callable[..., T | None]:
-    """Wrap a function so that each call evaluates the condition and returns None where it is false."""
+    """Wrap a function so that each call evaluates the condition and returns None if it is false."""
 
     @functools.wraps(function)
     def guarded(*args: Any, **kwargs: Any) -> T | None:

@@ -129,5 +129,5 @@ def _joined(batches: list[Any]) -> Any:
 
 
 def _num_rows(batch: Any) -> int:
-    """Return the rows of a loaded batch or of a list of indices; 1 where they cannot be counted."""
+    """Return the rows of a loaded batch or of a list of indices; 1 if they cannot be counted."""
     return count_rows(batch) or (len(batch) if isinstance(batch, list) else 1)

@@ -150,7 +150,7 @@ class GradientState:
 
     @property
     def remainder(self) -> int:
-        """Rows of the dataset left over by full batches of all processes; -1 where this is unknown."""
+        """Rows of the dataset left over by full batches of all processes; -1 if unknown."""
         loader = self._active.innermost
         if loader is None or loader.loader.drop_last:
             return -1

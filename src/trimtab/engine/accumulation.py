@@ -89,7 +89,7 @@ class Accumulation:
         """Begin a micro-batch inside `accumulate`.
 
         Args:
-            num_remaining: Batches of the epoch after this one; None where this is unknown.
+            num_remaining: Batches of the epoch after this one; None if unknown.
             is_last: Whether this is the last micro-batch of its epoch.
             row_share: This process's rows of the micro-batch divided by the average of all processes.
         """

@@ -138,13 +138,13 @@ class PreparedLoader:
 
     @property
     def total_batch_size(self) -> int | None:
-        """Rows of a full batch over all processes; None where the loader has no batch size."""
+        """Rows of a full batch over all processes; None if the loader has no batch size."""
         size = self.loader.batch_size or getattr(self.loader.batch_sampler, "batch_size", None)
         return None if size is None else size * self._sharding.group_size
 
     @property
     def num_remaining(self) -> int | None:
-        """Batches left in this epoch; None where this is unknown."""
+        """Batches left in this epoch; None if unknown."""
         if self._indices is not None and self._indices.iterator is not None and self._indices.iterator.exhausted:
             return self._indices.iterator.num_issued - self.num_delivered
         if self._indices is None:

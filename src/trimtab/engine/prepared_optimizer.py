@@ -11,7 +11,7 @@ from trimtab.errors import RecipeError
 
 
 class PreparedOptimizer(torch.optim.Optimizer):
-    """An optimizer that steps only where an accumulation window ends and its gradients are finite.
+    """An optimizer that steps only at the end of an accumulation window, and if its gradients are finite.
 
     All other attributes are those of `optimizer`, the one given to `prepare`.
     """

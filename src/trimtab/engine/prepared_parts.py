@@ -106,7 +106,7 @@ class PreparedParts:
         return model
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> PreparedOptimizer:
-        """Make an optimizer step only where a window ends."""
+        """Make an optimizer step only at the end of a window."""
         if isinstance(optimizer, PreparedOptimizer):
             return optimizer
         if self.precision.is_pure and not rounds_stochastically(optimizer):

@@ -21,8 +21,8 @@ _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORC
 # a CUDA context with its libraries takes 0.3 to 0.8 GiB; more than this belongs to other processes, which a budget does
 # not count
 _MAX_CONTEXT_BYTES = 2**30
-# Device memory outside of torch's allocator, as nvidia-smi shows it: the CUDA context with its libraries, and the
-# modules of Triton and bitsandbytes kernels. Measured on an H200 with CUDA 13.
+# Device memory outside torch's allocator, as shown by nvidia-smi: the CUDA context with its libraries, and the modules
+# of Triton and bitsandbytes kernels. Measured on an H200 with CUDA 13.
 _CONTEXT_BYTES = 850 * 2**20
 _KERNELS_BYTES = 125 * 2**20
 _capped: set[torch.device] = set()
@@ -154,7 +154,7 @@ def free_memory(device: torch.device) -> int:
 
 
 def non_allocator_memory(device: torch.device) -> int:
-    """Device memory in use outside of torch's allocator: context and libraries; 0 on the CPU."""
+    """Device memory in use outside torch's allocator: context and libraries; 0 on the CPU."""
     module = torch.get_device_module(device) if device.type != "cpu" else None
     if module is None or not hasattr(module, "mem_get_info"):
         return 0
@@ -221,7 +221,7 @@ def cap_memory(device: torch.device, budget_bytes: int | None, outside_bytes: in
     Args:
         device: Device of the run.
         budget_bytes: Memory that the process may use; None for no limit.
-        outside_bytes: Part of the budget in use outside of the allocator: see `non_allocator_memory`.
+        outside_bytes: Part of the budget in use outside the allocator: see `non_allocator_memory`.
 
     Raises:
         RecipeError: The budget exceeds the memory of the device.
@@ -303,5 +303,5 @@ def keep_freed_memory() -> bool:
 
 
 def expected_non_allocator_memory(with_kernels: bool) -> int:
-    """Predict the device memory outside of torch's allocator during training: context and loaded kernels."""
+    """Predict the device memory outside torch's allocator during training: context and loaded kernels."""
     return _CONTEXT_BYTES + (_KERNELS_BYTES if with_kernels else 0)

@@ -38,8 +38,8 @@ class AdapterSource:
         kind: Kind of the model, as in `load_model`.
         head: Settings of the head.
         base_dtype: dtype of the base in training.
-        quantization: Of a quantized base; None for other bases.
-        facts: The content of trimtab.json; empty for adapters that trimtab did not train.
+        quantization: How the base is quantized; None if it is not.
+        facts: The contents of trimtab.json; empty for adapters that trimtab did not train.
     """
 
     folder: Path
@@ -117,7 +117,7 @@ def refuse_unmergeable(folder: str | Path) -> None:
     """Refuse an adapter that cannot become part of the weights of its base.
 
     Raises:
-        ModelError: With the reason.
+        ModelError: The adapter cannot be merged; the message says why.
     """
     if is_side_network(folder):
         raise ModelError(
@@ -168,11 +168,11 @@ def load_adapted_model(
         source: The adapter.
         tokenizer: Its tokenizer.
         device: Device that the model will be on.
-        dtype: dtype of the base, also of one that was quantized in training. None is fp32, or quantized as in training.
+        dtype: dtype of the base, even if it was quantized in training. None means fp32, or quantized as in training.
         trust_remote_code: Whether Python code in the folder of the base may run.
 
     Raises:
-        ModelError: If neither base nor adapter have the weights of a part of the model.
+        ModelError: If neither the base nor the adapter has the weights of some part of the model.
     """
     quantization = None
     if dtype is None and source.quantization is not None:
@@ -215,7 +215,7 @@ def load_base(
         source: The adapter.
         tokenizer: Its tokenizer.
         dtype: dtype of the weights.
-        quantization: Of the linear modules.
+        quantization: How the linear modules are quantized.
         device: Device to load to; the host by default.
         trust_remote_code: Whether Python code in the folder of the base may run.
     """

@@ -1,4 +1,4 @@
-"""Padded batches of inputs of different lengths: the longest first, for little padding and an early peak of memory."""
+"""Padded batches of inputs of different lengths, longest first: little padding, and an early memory peak."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -19,7 +19,7 @@ def padded_batches(
     Args:
         examples: Tokenized inputs: `input_ids`, and other fields with one number per token.
         batch_size: Maximum number of examples per batch.
-        tokenizer: Has the pad token.
+        tokenizer: The tokenizer, for its pad token.
         device: Device of the batches.
         side: "right", or "left" for decoders that generate after the last token.
 

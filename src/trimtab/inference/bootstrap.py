@@ -1,4 +1,4 @@
-"""Bootstrap intervals and paired tests: how far a metric depends on which rows a model was evaluated on.
+"""Bootstrap intervals and paired tests: how much a metric depends on the choice of evaluated rows.
 
 Shapes: N rows, R resamples.
 """
@@ -13,9 +13,9 @@ from torch import Tensor
 from trimtab.inference.row_scores import RowScores
 
 NUM_RESAMPLES = 1000
-_MAX_WEIGHTS = 2**22  # of one block of resamples: 32 MiB in fp64
-_MAX_RANKED = 2**29  # scores that AUC of all resamples may rank
-_TAIL = 0.025  # on each side of a 95% interval
+_MAX_WEIGHTS = 2**22  # size of one block of resamples: 32 MiB in fp64
+_MAX_RANKED = 2**29  # maximum number of scores to rank for the AUC of all resamples
+_TAIL = 0.025  # share on each side of a 95% interval
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ def resampled_metrics(scores: RowScores, num_resamples: int = NUM_RESAMPLES, see
     """Compute every metric on rows drawn with replacement: shape [R] each.
 
     Equal numbers of rows and seeds give the same draws, which makes the resamples of two models pairs. AUC is left out
-    where there are too many rows and labels to rank them in each resample.
+    if there are too many rows and labels to rank them in each resample.
     """
     num_ranked = scores.outputs_NK.numel() * num_resamples
     found: dict[str, list[Tensor]] = {}
@@ -86,7 +86,7 @@ def mcnemar(first_hits_N: Tensor, second_hits_N: Tensor) -> float:
 
 
 def _bootstrap_p_value(differences_R: Tensor) -> float:
-    """Return twice the share of resamples on the far side of 0; never below what their number can show."""
+    """Return twice the share of resamples on the far side of 0, but not less than their number can resolve."""
     known = differences_R[~differences_R.isnan()]
     least = min(int((known <= 0).sum()), int((known >= 0).sum()))
     return min(1.0, 2 * (least + 1) / (len(known) + 1))

@@ -104,7 +104,7 @@ class ModelComparison:
                 yield (logits[self._compared(moved)] if logits.dim() == 3 else logits).float()
 
     def _compared(self, batch: Batch) -> torch.Tensor:
-        """Return a mask of the positions to compare: those with a label; in long rows, at even distances."""
+        """Return a mask of the positions to compare: those with a label; in long rows, evenly spaced."""
         labels_BL = batch["labels"]
         if self._task.shifts_labels:
             labels_BL = functional.pad(labels_BL[:, 1:], (0, 1), value=IGNORED)
@@ -154,9 +154,9 @@ def _standard_deviation(outputs: Sequence[torch.Tensor]) -> torch.Tensor:
 
 @contextmanager
 def _moved(model: torch.nn.Module, device: torch.device) -> Iterator[None]:
-    """Move a model that fits to the device for the time of the context.
+    """Move a model to the device for the duration of the context, if it fits.
 
-    The weights of a larger one stay on the host; `computed_in_fp32` copies those of one module at a time.
+    The weights of a larger model stay on the host; `computed_in_fp32` copies those of one module at a time.
     """
     home = next(model.parameters()).device
     if home == device or not _has_room(model, device):
@@ -181,11 +181,11 @@ def _has_room(model: torch.nn.Module, device: torch.device) -> bool:
 
 @contextmanager
 def computed_in_fp32(model: torch.nn.Module, device: torch.device) -> Iterator[None]:
-    """Let a model compute in fp32 on `device`, without changing its weights.
+    """Make a model compute in fp32 on `device`, without changing its weights.
 
-    Each module gets fp32 copies of its own weights for the time of its call, so no second model has to fit in memory.
-    Quantized weights are not copied: they have to be on the device, and compute in their own dtype. Layers of torchao
-    do not convert their inputs; that is done here.
+    Each module gets fp32 copies of its own weights for the duration of its call, so no second model has to fit in
+    memory. Quantized weights are not copied: they have to be on the device, and compute in their own dtype. Layers of
+    torchao do not convert their inputs; that is done here.
     """
     homes = {name: buffer.device for name, buffer in model.named_buffers()}
     with ExitStack() as undo:
@@ -200,7 +200,7 @@ def computed_in_fp32(model: torch.nn.Module, device: torch.device) -> Iterator[N
 
 
 def _fp32_hooks(module: torch.nn.Module, device: torch.device) -> list[Any]:
-    """Register hooks that replace the weights by fp32 copies before a call, and restore them after it."""
+    """Register hooks that replace the weights with fp32 copies before a call, and restore them afterwards."""
     originals: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
     has_adapter = has_peft_adapter(module)
 

@@ -49,7 +49,7 @@ class EvaluatedRow:
 
 @dataclass(frozen=True, eq=False)
 class Evaluation:
-    """What a model achieves on labelled rows.
+    """The evaluation of a model on labelled rows.
 
     Args:
         task_name: Task of the model.
@@ -60,7 +60,7 @@ class Evaluation:
         labels: Labels of a classifier, in the order of its outputs.
         by_label: Scores of each label of a classifier.
         confusion: Number of rows by true label, then by predicted label; empty unless rows have one label.
-        worst: The rows with the highest loss, the worst first.
+        worst: The rows with the highest loss, highest first.
         scores: Predictions of all rows.
     """
 
@@ -95,13 +95,13 @@ class Evaluation:
         Accuracy is tested with McNemar's exact test, the other metrics with a paired bootstrap.
 
         Raises:
-            ModelError: If the models have different labels, or other tokens.
+            ModelError: If the models have different labels or tokens.
             DataError: If the rows differ.
         """
         return paired_differences(self.scores, _as_pair(self, other))
 
     def as_dict(self) -> dict[str, Any]:
-        """Return everything but the predictions of all rows, as JSON types; NaN and infinity become None."""
+        """Return everything except the predictions of all rows, as JSON types; NaN and infinity become None."""
         parts = asdict(replace(self, scores=None))  # type: ignore[arg-type]
         del parts["scores"]
         return _plain(parts | {"num_rows": self.num_rows})  # type: ignore[no-any-return]

@@ -36,14 +36,14 @@ def generate_texts(
 
     Args:
         loaded: A causal, chat or encoder-decoder model.
-        prompts: Texts; for a chat model also lists of messages, each with `role` and `content`, or dicts of `messages`
-            and `tools` (JSON schemas of the tools that the model may call).
+        prompts: Texts; for a chat model also lists of messages, each with `role` and `content`, or dicts with
+            `messages` and `tools` (JSON schemas of the tools that the model may call).
         max_new_tokens: Maximum number of tokens to generate.
         batch_size: Prompts per batch.
         temperature: 0 is greedy decoding; higher values sample.
-        top_p: Sample from the most likely tokens that together have this probability; by default as the model's
-            generation config says.
-        stop: Texts before which the output ends.
+        top_p: Sample only from the most likely tokens whose probabilities add up to this value; by default the value of
+            the model's generation config.
+        stop: Texts at which generation stops; the output ends before them.
         seed: Seed of the sampling. The global random state is restored.
 
     Returns:
@@ -99,7 +99,8 @@ class StopTexts:
 
     def __init__(self, tokenizer: Any, stop: Sequence[str], width: int) -> None:
         self._tokenizer, self._stop, self._width = tokenizer, stop, width
-        # A token is at least one byte of text, so a stop text that ends with the last token is in the last ones.
+        # A token is at least one byte of text, so a stop text that ends with the last token is within this many last
+        # tokens.
         self._num_last = max(len(text.encode()) for text in stop) + 1
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
@@ -110,7 +111,7 @@ class StopTexts:
 
 
 def tokenize_prompts(loaded: LoadedModel, prompts: Sequence[Prompt], max_new_tokens: int) -> list[Example]:
-    """Tokenize prompts; those that leave no room for new tokens are truncated."""
+    """Tokenize prompts; prompts that leave no space for new tokens are truncated."""
     if loaded.task_name not in ("causal-lm", "chat", "seq2seq"):
         raise ModelError(
             f"this model does not generate text: its task is {loaded.task_name}",
@@ -132,7 +133,7 @@ def tokenize_prompts(loaded: LoadedModel, prompts: Sequence[Prompt], max_new_tok
     for index, prompt in enumerate(prompts):
         tokens = _prompt_tokens(loaded, prompt, index)
         if room is not None and len(tokens) > room:
-            # A decoder continues the end of the prompt, so the beginning is dropped; an encoder loses the end.
+            # A decoder continues the end of the prompt, so the start is dropped; for an encoder, the end is dropped.
             tokens = tokens[-room:] if continues_prompt else tokens[:room]
             num_truncated += 1
         examples.append({"input_ids": tokens})

@@ -20,8 +20,8 @@ from trimtab.inference.load import LoadedModel
 from trimtab.model.losses import build_loss
 from trimtab.training.work_progress import working
 
-_MAX_LENGTH = 512  # of models without a limit
-_MAX_LOGITS = 2**25  # of a batch: 128 MiB in fp32
+_MAX_LENGTH = 512  # maximum length for models without a limit
+_MAX_LOGITS = 2**25  # bytes of a batch's logits: 128 MiB in fp32
 # Recipe keys of the columns of a task: first that of the input, then that of the expected output.
 _LABELLED = ("text", "label")
 _ROLES = {
@@ -50,12 +50,12 @@ class HeldOut:
         return len(self.tokens)
 
     def batches(self, batch_size: int = 32, outputs_per_token: int = 0) -> Iterator[tuple[list[int], Batch]]:
-        """Yield padded batches of rows of similar length, the longest first, with the numbers of their rows.
+        """Yield padded batches of rows of similar length, longest first, with the numbers of their rows.
 
         Args:
             batch_size: Maximum number of rows.
-            outputs_per_token: Size of the vocabulary, for language models: batches are smaller where their logits
-                would take more than 128 MiB.
+            outputs_per_token: Size of the vocabulary, for language models: batches are smaller if their logits would
+                take more than 128 MiB.
         """
         lengths = self.tokens.lengths
         if self.task.model_kind == "seq2seq-lm":  # its logits are as long as the text to generate
@@ -89,10 +89,10 @@ def read_held_out(
     Args:
         loaded: The model; its task, tokenizer and labels are those of the rows.
         data: File, folder, glob or Hub name, or rows: a table, or a list of dicts.
-        text: Column of the text or prompt, or two for pairs. By default the column of the training rows if the data
-            has it, else guessed.
+        text: Column of the text or prompt, or two for pairs. By default the column of the training rows if the data has
+            it, else guessed.
         label: Column of the label, of the text to generate, or of the answer; chosen in the same way.
-        num_rows: Use a random choice of at most this number of rows.
+        num_rows: Use at most this number of rows, chosen at random.
 
     Raises:
         DataError: If a column cannot be found, or a row has a label that the model does not have.
@@ -122,12 +122,12 @@ def _read(
 def _columns(
     loaded: LoadedModel, rows: Rows, text: str | Sequence[str] | None, label: str | Sequence[str] | None
 ) -> dict[str, Any]:
-    """Return the columns by role: those named, else those of the training rows that exist."""
+    """Return the columns by role: those named, else those used in training, if they exist."""
     settings, guessed = _section(_section(loaded.facts, "recipe"), "data"), _section(loaded.facts, "columns")
     roles = _ROLES.get(loaded.task_name, ("text",))
     trained = {role: settings.get(role) or guessed.get(role) for role in roles}
     if not isinstance(trained.get("prompt", ""), str | None):
-        trained = {}  # several columns make up a prompt: they are found again by their names
+        trained = {}  # several columns form a prompt: they are found again by their names
     columns = {role: value for role, value in trained.items() if value is not None and _has_columns(rows, value)}
     given: dict[str, Any] = dict(zip(roles, (text, label), strict=False))
     given = {role: value for role, value in given.items() if value is not None}
@@ -140,7 +140,7 @@ def _columns(
 
 
 def _section(facts: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """Return a part of trimtab.json; empty if it is missing or null, as of a model that was trained elsewhere."""
+    """Return a section of trimtab.json; empty if it is missing or null, as for a model that was trained elsewhere."""
     found = facts.get(name)
     if found is None:
         return {}
@@ -157,7 +157,7 @@ def _has_columns(rows: Rows, value: str | Sequence[str]) -> bool:
 
 
 def _spell_out_labels(rows: Rows, names: Sequence[str]) -> Rows:
-    """Replace class indices by their names where the model has these names, possibly in another order."""
+    """Replace class indices with their names if the model has these names, possibly in another order."""
     columns, label_names = dict(rows.columns), dict(rows.label_names)
     for column, own in rows.label_names.items():
         if set(own) <= set(names):
@@ -204,6 +204,6 @@ def quality_of(loaded: LoadedModel, held_out: HeldOut, batch_size: int = 32) -> 
 
 
 def num_outputs(loaded: LoadedModel, task: Task) -> int:
-    """Return the size of an output of the model: of its vocabulary, or the number of its labels."""
+    """Return the size of the model's output: the vocabulary size, or the number of labels."""
     head = loaded.model.get_output_embeddings() if task.loss_kind == "token-cross-entropy" else None
     return loaded.model.config.num_labels if head is None else head.weight.shape[0]  # type: ignore[no-any-return]

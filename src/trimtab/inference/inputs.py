@@ -18,11 +18,11 @@ def read_inputs(loaded: LoadedModel, rows: Rows, columns: str | Sequence[str] | 
     Args:
         loaded: The model.
         rows: The rows.
-        columns: The column of the texts, or several: two texts of a pair, or the parts of a prompt. By default those
-            of the training data, or guessed from their names.
+        columns: The column of the texts, or several: two texts of a pair, or the parts of a prompt. By default those of
+            the training data, or guessed from their names.
 
     Raises:
-        DataError: If a column is missing or ambiguous, or contains something else than text.
+        DataError: If a column is missing or ambiguous, or contains something other than text.
     """
     names = _choose_columns(loaded, rows, columns)
     missing = [name for name in names if name not in rows.columns]

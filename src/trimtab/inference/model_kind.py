@@ -1,4 +1,4 @@
-"""The kind of a saved model: for which task it has a head."""
+"""The kind of a saved model: the task for which it has a head."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ KINDS_OF_TASKS = {
     "seq2seq": "seq2seq-lm",
     "masked-lm": "masked-lm",
 }
-# Tables of transformers' auto classes; a class that is in several of them counts for the first one.
+# Tables of transformers' auto classes; a class in several of them counts for the first one.
 _TABLES = {
     "causal-lm": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
     "seq2seq-lm": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
@@ -27,8 +27,8 @@ def model_kind(name: str, config: Any, task: str | None = None) -> str:
     Args:
         name: Its name in errors.
         config: Its config.
-        task: The task that trimtab trained it for; None if that is not known. Some classes are used for several tasks:
-            BART's is trained with masked-lm as well as with seq2seq.
+        task: The task that trimtab trained it for; None if unknown. Some classes are used for several tasks: BART's is
+            trained with masked-lm as well as with seq2seq.
 
     Raises:
         ModelError: If that class has no head for a task.

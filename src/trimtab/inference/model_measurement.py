@@ -1,4 +1,4 @@
-"""What using a model costs and how good it is: size, memory, latency, throughput, quality, closeness to an original."""
+"""The cost and quality of a model: size, memory, latency, throughput, quality, closeness to an original."""
 
 import time
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from trimtab.inference.onnx_model import OnnxModel
 
 _WEIGHT_FILES = (".safetensors", ".gguf", ".onnx", ".data", ".bin")
 _MAX_REPEATS = 20
-_MAX_SECONDS = 5.0  # per latency
+_MAX_SECONDS = 5.0  # calls per latency measurement
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def weight_bytes(folder: str | Path) -> int:
 
 def memory_bytes(model: torch.nn.Module) -> int:
     """Return the memory of all parameters and buffers; shared storage counts once."""
-    if isinstance(model, OnnxModel):  # onnxruntime holds the weights, as they are in the file
+    if isinstance(model, OnnxModel):  # onnxruntime holds the weights in the form of the file
         return model.file_bytes
     sizes: dict[int, int] = {}
     for tensor in [*model.parameters(), *model.buffers()]:
@@ -96,7 +96,7 @@ def memory_bytes(model: torch.nn.Module) -> int:
 
 
 def _plain_tensors(tensor: Any) -> list[torch.Tensor]:
-    """Return the tensors that a tensor is made of: those of torchao's subclasses, the scales of bitsandbytes' ones."""
+    """Return the tensors that a tensor consists of: parts of torchao's subclasses, scales of bitsandbytes' tensors."""
     state = getattr(tensor, "quant_state", None)
     if state is not None:
         of_scales = getattr(state, "state2", None)  # without double quantization there are none
@@ -120,7 +120,7 @@ def latency(loaded: LoadedModel, held_out: HeldOut, num_rows: int) -> float:
 
 
 def time_of(call: Callable[[], Any], device: torch.device) -> float:
-    """Return the median duration of a call, after one that is not counted."""
+    """Return the median duration of a call, after a warm-up call."""
 
     def once() -> float:
         started = time.perf_counter()

@@ -1,6 +1,6 @@
-"""Compare a model in ONNX files with the torch model that it was written from, as it runs when it is loaded.
+"""Compare a model in ONNX files with the torch model it was written from, running it in its loaded form.
 
-Decoders get their tokens in pieces, from a cache that the files filled themselves; torch computes all tokens at once.
+Decoders get their tokens in pieces, with a cache that the files themselves filled; torch computes all tokens together.
 Shapes: B rows, L tokens.
 """
 
@@ -47,7 +47,7 @@ def compare_onnx(exported: Any, model: Any, tokenizer: Any) -> OnnxCheck:
     """Compare a model in ONNX files with its torch model on random tokens: one row and several, short and long, padded.
 
     Raises:
-        ModelError: The files give outputs of other shapes.
+        ModelError: The outputs of the files have other shapes.
     """
     difference, largest, num_shapes = 0.0, 0.0, 0
     for found, expected in _pairs(exported, model, tokenizer):
@@ -84,7 +84,7 @@ def _pairs(exported: Any, model: Any, tokenizer: Any) -> Iterator[tuple[Tensor, 
             continue
         found, expected = exported(**inputs).logits, model(**inputs).logits
         if isinstance(exported, OnnxDecoder):
-            is_token_BL = inputs["attention_mask"].bool()  # models differ in where they think that padding is
+            is_token_BL = inputs["attention_mask"].bool()  # models treat padding positions differently
             yield found[is_token_BL], expected[is_token_BL]
             yield _of_decoder(exported, model, inputs)
         else:
@@ -92,7 +92,7 @@ def _pairs(exported: Any, model: Any, tokenizer: Any) -> Iterator[tuple[Tensor, 
 
 
 def _of_decoder(exported: OnnxDecoder, model: Any, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Return logits of tokens that the cache grows by; rows are padded at their start, as to generate text."""
+    """Return logits of tokens that are added to the cache; rows are padded at the start, as for generation."""
     ids_BL, mask_BL = inputs["input_ids"].flip(1), inputs["attention_mask"].flip(1)
     positions_BL = (mask_BL.cumsum(1) - 1).clamp(min=0)
     positions = {"position_ids": positions_BL} if takes_position_ids(model) else {}
@@ -102,7 +102,7 @@ def _of_decoder(exported: OnnxDecoder, model: Any, inputs: dict[str, Tensor]) ->
         at = slice(start, end)
         step = {"attention_mask": mask_BL[:, :end], "position_ids": positions_BL[:, at], "past_key_values": cache}
         found.append(exported(ids_BL[:, at], **step).logits)
-    is_token_BL = mask_BL.bool()  # what attends to nothing has no defined result
+    is_token_BL = mask_BL.bool()  # positions that attend to nothing have no defined result
     return torch.cat(found, 1)[is_token_BL], expected_BLV[is_token_BL]
 
 
@@ -120,6 +120,6 @@ def _of_encoder_decoder(exported: OnnxEncoderDecoder, model: Any, inputs: dict[s
 
 
 def _pieces(length: int) -> list[tuple[int, int]]:
-    """Return ranges that cover a length: half of it, two tokens alone, and the rest."""
+    """Return ranges that cover a length: half of it, two single tokens, and the rest."""
     ends = sorted({end for end in (length // 2, length // 2 + 1, length // 2 + 2, length) if 0 < end <= length})
     return list(zip([0, *ends[:-1]], ends, strict=True))

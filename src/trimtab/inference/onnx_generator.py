@@ -1,6 +1,6 @@
 """Models in ONNX files that generate text: transformers' `generate` calls the files, token by token.
 
-A model here is an instance of its own class of transformers, which brings `generate` and what it asks models for, but
+A model here is an instance of its own transformers class, which provides `generate` and the methods that it needs, but
 has no layers. Keys and values are in transformers' cache, which `generate` reorders for beams.
 """
 
@@ -64,11 +64,11 @@ class OnnxGenerator(OnnxModel):
         self._past_sizes = {name: (shape[1], shape[3]) for name, shape in nodes.items()}  # heads and their dimension
 
     def generate(self, *args: Any, **options: Any) -> Any:
-        """Generate tokens with a cache of all tokens, also for a model that looks at the last ones only.
+        """Generate tokens with a cache of all tokens, even for a model that attends only to the last ones.
 
         Args:
             args: Arguments of transformers' `generate`.
-            options: Likewise.
+            options: Keyword arguments of transformers' `generate`.
         """
         options.setdefault(PAST, self._new_cache())
         return super().generate(*args, **options)  # type: ignore[misc]
@@ -77,7 +77,7 @@ class OnnxGenerator(OnnxModel):
         raise NotImplementedError
 
     def _past(self, cache: Any, num_rows: int) -> dict[str, Tensor]:
-        """Return the keys and values of a cache as inputs of the file; without a cache, of no tokens."""
+        """Return the keys and values of a cache as inputs of the file; without a cache, those of zero tokens."""
         layers = [] if cache is None else cache.layers
         found = {}
         for number, (name, (num_heads, size)) in enumerate(self._past_sizes.items()):
@@ -87,7 +87,7 @@ class OnnxGenerator(OnnxModel):
         return found
 
     def _store(self, cache: Any, outputs: dict[str, Tensor]) -> None:
-        """Replace the keys and values of a cache by those of all tokens."""
+        """Replace the keys and values of a cache with those of all tokens."""
         names = [name.replace(PAST, PRESENT, 1) for name in self._past_sizes]
         for number, (key, value) in enumerate(zip(names[::2], names[1::2], strict=True)):
             if number < len(cache.layers) and cache.layers[number].is_initialized:

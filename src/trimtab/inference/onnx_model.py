@@ -21,7 +21,7 @@ def is_onnx(folder: str | Path) -> bool:
 
 
 class OnnxModel(torch.nn.Module):
-    """Runs the ONNX files of an exported folder on the CPU; `load_onnx_model` makes it.
+    """Run the ONNX files of an exported folder on the CPU; `load_onnx_model` creates it.
 
     Args:
         folder: The folder.
@@ -33,7 +33,7 @@ class OnnxModel(torch.nn.Module):
         self.config = load_config(str(folder))
         self.file_bytes = sum(path.stat().st_size for path in Path(folder).iterdir() if ".onnx" in path.suffixes)
         self._session = session
-        # code that asks for the device of a model looks at a parameter
+        # code that reads the device of a model looks at a parameter
         self._placeholder = torch.nn.Parameter(torch.empty(0), requires_grad=False)
 
     @property
@@ -43,7 +43,7 @@ class OnnxModel(torch.nn.Module):
 
     @property
     def generation_config(self) -> Any:
-        """Refused: the file has no key-value cache."""
+        """Raise an error: the file has no key-value cache."""
         raise ModelError(
             "this ONNX file has no key-value cache and does not generate text", "export the model again: --to onnx"
         )
@@ -66,7 +66,7 @@ class OnnxModel(torch.nn.Module):
 
 
 def run_session(session: Any, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Run an ONNX file; returns its outputs by name. Inputs that it does not have are left out."""
+    """Run an ONNX file; return its outputs by name. Inputs that it does not have are left out."""
     names = [node.name for node in session.get_inputs()]
     outputs = session.run(None, {name: inputs[name].cpu().contiguous().numpy() for name in names})
     found = zip((node.name for node in session.get_outputs()), outputs, strict=True)

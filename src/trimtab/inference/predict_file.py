@@ -1,4 +1,4 @@
-"""Predict for every row of a file: write the rows unchanged, with columns for the predictions."""
+"""Predict for every row of a file, and write the rows unchanged, with columns for the predictions."""
 
 import csv
 import io

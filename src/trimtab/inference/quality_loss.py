@@ -1,4 +1,4 @@
-"""How much worse a smaller model is: the one number that bounds such as `--max-loss 1%` refer to."""
+"""How much worse a smaller model is: the number that bounds such as `--max-loss 1%` refer to."""
 
 from collections.abc import Mapping
 
@@ -6,8 +6,8 @@ from collections.abc import Mapping
 def main_metric(quality: Mapping[str, float]) -> str:
     """Return the metric that bounds refer to.
 
-    Accuracy, F1 if rows have several labels (MCC does not exist then), Pearson's correlation, or the loss of a language
-    model.
+    It is accuracy, F1 if rows have several labels (MCC is then undefined), Pearson's correlation, or the loss of a
+    language model.
     """
     if "accuracy" in quality and ("mcc" in quality or "f1" not in quality):
         return "accuracy"
@@ -17,7 +17,7 @@ def main_metric(quality: Mapping[str, float]) -> str:
 def quality_loss(original: Mapping[str, float], smaller: Mapping[str, float]) -> float:
     """Return how much worse the second model is; negative if it is better.
 
-    For accuracy, F1 and correlation the difference, so 1% is one point; for a loss the relative increase.
+    For accuracy, F1 and correlation it is the difference, so 1% is one point; for a loss it is the relative increase.
 
     Args:
         original: The metrics of the original model.

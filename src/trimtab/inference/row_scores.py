@@ -1,4 +1,4 @@
-"""What a model predicts for each row, and the metrics of any weighting of the rows, such as a resample of them.
+"""The predictions of a model for each row, and the metrics of any weighting of the rows, such as a resample.
 
 Shapes: N rows, K labels or numbers of a row, R weightings, B rows of a batch, L positions, V tokens.
 """
@@ -43,7 +43,7 @@ class RowScores:
 
     @property
     def predicted_NK(self) -> Tensor:
-        """1 for each label that is predicted."""
+        """1 for each predicted label."""
         if self.kind == "binary-cross-entropy":
             return (self.outputs_NK > 0).double()
         return functional.one_hot(self.outputs_NK.argmax(-1), self.outputs_NK.shape[-1]).double()
@@ -101,7 +101,7 @@ def _area(weights_RN: Tensor, scores_N: Tensor, is_true_N: Tensor) -> Tensor:
     """
     order = scores_N.argsort()
     ordered = scores_N[order]
-    at_P = is_true_N[order].nonzero().flatten()  # the places of the positive rows among all
+    at_P = is_true_N[order].nonzero().flatten()  # the positions of the positive rows among all
     weights_RP = weights_RN[:, order[at_P]]
     scores_P = ordered[at_P]
     below_RP = _weight_below(weights_RN[:, order], ordered, scores_P) - _weight_below(weights_RP, scores_P, scores_P)
@@ -147,7 +147,7 @@ def _score_tokens(logits_BLV: Tensor, labels_BL: Tensor, shifts_labels: bool) ->
     if shifts_labels:
         labels_BL = functional.pad(labels_BL[:, 1:], (0, 1), value=IGNORED)
     has_label = labels_BL != IGNORED
-    logits, labels = logits_BLV[has_label].float(), labels_BL[has_label]  # only what has a label is converted
+    logits, labels = logits_BLV[has_label].float(), labels_BL[has_label]  # only positions with a label are converted
     row = has_label.nonzero()[:, 0]
     found = (
         functional.cross_entropy(logits, labels, reduction="none"),

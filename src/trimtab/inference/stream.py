@@ -1,7 +1,7 @@
 """Generate text piece by piece.
 
-transformers hands out tokens through a callback of `generate`. A thread turns that into an iterator: it runs only while
-the caller waits for the next token, so neither draws random numbers of the other.
+transformers passes tokens to a callback of `generate`. A thread turns that into an iterator: it runs only while the
+caller waits for the next token, so neither affects the other's random numbers.
 """
 
 import threading
@@ -24,7 +24,7 @@ from trimtab.inference.load import LoadedModel
 from trimtab.model.hub import quiet_transformers
 from trimtab.randomness import random_state, restore_random_state, set_seed
 
-_UNFINISHED = "\ufffd"  # what the first bytes of a character decode to, of which there are at most three
+_UNFINISHED = "\ufffd"  # the decoded form of the first bytes of a character, of which there are at most three
 
 
 def stream_text(
@@ -39,7 +39,7 @@ def stream_text(
 ) -> Iterator[str]:
     """Yield the text that `generate_texts` returns for a prompt, in pieces; the arguments are the same.
 
-    Models that search with several beams write with one.
+    Models that use beam search generate with a single beam here.
     """
     stop = check_stops(stop)
     examples = tokenize_prompts(loaded, [prompt], max_new_tokens)
@@ -78,7 +78,7 @@ def _pieces(loaded: LoadedModel, prompt: list[int], tokens: "_TokenThread", stop
 
 
 def _settled(text: str, stop: Sequence[str]) -> str:
-    """Return a text without its end, as long as that may be part of a character or of a text that ends the output."""
+    """Return a text without its end, if that may still be part of a character or of a stop text."""
     text = text[:-3] + text[-3:].rstrip(_UNFINISHED)
     held = [size for each in stop for size in range(1, len(each)) if text.endswith(each[:size])]
     return text[: len(text) - max(held, default=0)]
@@ -89,10 +89,10 @@ class _Closed(Exception):
 
 
 class _TokenThread:
-    """Iterates over the tokens that a function hands to its streamer, in a thread that runs only during `next`.
+    """Iterate over the tokens that a function passes to its streamer, in a thread that runs only during `next`.
 
     Args:
-        write: Generates; its argument is the streamer.
+        write: The function that generates; its argument is the streamer.
         seed: Seed of the random numbers that it draws; None if it draws none.
     """
 
@@ -110,14 +110,14 @@ class _TokenThread:
         self._thread = threading.Thread(target=self._run, daemon=True)  # started by the first `next`
 
     def put(self, value: torch.Tensor) -> None:
-        """Take tokens; called by transformers, at first with the prompt."""
+        """Receive tokens; called by transformers, first with the prompt."""
         if self._saw_prompt:
             self._events.put(value.flatten().tolist())
             self._wait()
         self._saw_prompt = True
 
     def end(self) -> None:
-        """Take the end; called by transformers."""
+        """Receive the end; called by transformers."""
 
     def __iter__(self) -> "_TokenThread":
         return self

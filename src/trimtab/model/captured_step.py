@@ -1,9 +1,9 @@
 """Capture forward, loss and backward of a micro-batch in CUDA graphs, one per size, and replay them.
 
-A replay launches all kernels of a micro-batch at once, so the host no longer limits small models. A graph reads and
-writes fixed addresses (`captured_micro_batch.py`). Optimizers and clipping see the same gradients as without graphs,
-with one exception in `fit`: for a parameter that only some micro-batch sizes use, the gradient is zero instead of None.
-Hooks of a model are called during the capture, not in replays.
+A replay launches all kernels of a micro-batch with one call, so the host no longer limits small models. A graph reads
+and writes fixed addresses (`captured_micro_batch.py`). Optimizers and clipping see the same gradients as without
+graphs, with one exception in `fit`: for a parameter that only some micro-batch sizes use, the gradient is zero instead
+of None. Hooks of a model are called during the capture, not in replays.
 
 `fit` captures the micro-batches of one loss (`compute_captured`), `Engine.forward_backward` those of any loss function
 and structure of batches.

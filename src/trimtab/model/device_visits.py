@@ -61,7 +61,7 @@ class Visits:
         self._units = [_Unit(unit, self._buffers[number % self._num_buffers]) for number, unit in enumerate(tensors)]
 
     def set_area(self, number: int, area: HostArea) -> None:
-        """Note that the data of a unit's tensors is in one area of host memory, as `host_areas.places_of` says."""
+        """Record that a unit's tensors are in one area of host memory, laid out by `host_areas.places_of`."""
         self._areas[number] = area
 
     def fetch(self, number: int) -> None:

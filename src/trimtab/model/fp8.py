@@ -73,7 +73,7 @@ class Fp8Linear(torch.nn.Linear):
         codes: The weight divided by its scales, in e4m3.
         scales: Scale of each row, as (out, 1).
         bias: The bias.
-        compute_dtype: Dtype of the product outside of autocast.
+        compute_dtype: Dtype of the product outside autocast.
     """
 
     def __init__(

@@ -92,7 +92,7 @@ class OffloadedState:
         optimizer.register_load_state_dict_post_hook(lambda _: self._renew())
 
     def settle(self) -> None:
-        """Let the host read and change the state: wait until all of it is there, and forget what was fetched ahead.
+        """Let the host read and change the state: wait for all copies, and discard prefetched slices.
 
         This is a host-device sync.
         """
@@ -310,7 +310,7 @@ def _copied(value: Any) -> Any:
 
 @contextmanager
 def _at_host(parameter: torch.Tensor) -> Iterator[None]:
-    """A context in which a parameter is in host memory, without taking any, so that its state is allocated there."""
+    """A context in which a parameter appears to be in host memory, so that its state is allocated there."""
     data, gradient, parameter.grad = parameter.data, parameter.grad, None
     if not data.is_meta:
         parameter.data = torch.empty((), dtype=data.dtype).expand(data.shape)

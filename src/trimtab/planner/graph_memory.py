@@ -42,7 +42,7 @@ class GraphMemory:
         held = peaks(self.pool, expandable=expandable)[1]
         return (*self.before, EMPTY_CACHE, Event(_POOL, held), *self.after)
 
-    def beside(self, trace: Trace) -> "GraphMemory":
+    def alongside(self, trace: Trace) -> "GraphMemory":
         """The allocations of other work while the pool is held, including the workspaces, which are in the pool."""
         in_pool = _graph_workspaces(trace)
         return GraphMemory((), self.pool, tuple(event for event in trace.events if event.storage not in in_pool))

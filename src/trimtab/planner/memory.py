@@ -128,7 +128,7 @@ def predict_evaluation(trace: Trace, training: Prediction, *, with_kernels: bool
     trace = with_kept(trace, kept)
     if graphs is not None:
         trace = with_kept(trace, [earlier.births[storage] for storage in earlier.gradients], are_gradients=True)
-        graphs = graphs.beside(trace)
+        graphs = graphs.alongside(trace)
     return predict(trace, with_kernels=with_kernels, graphs=graphs)
 
 

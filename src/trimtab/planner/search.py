@@ -127,11 +127,11 @@ class Space:
         axis = self.between(spec)
         return 0 if axis is None else 1 if spec[axis.technique.key] == axis.middle else 2
 
-    def smallest_beside(self, spec: StepSpec) -> StepSpec:
+    def with_smallest_values(self, spec: StepSpec) -> StepSpec:
         """The same specification with the smallest values of techniques that declare them, except recomputation."""
         return spec.having(self._ends(-1))
 
-    def largest_beside(self, spec: StepSpec) -> StepSpec:
+    def with_largest_values(self, spec: StepSpec) -> StepSpec:
         """The same specification with the largest values of techniques that declare them, except recomputation."""
         return spec.having(self._ends(0))
 
@@ -238,7 +238,7 @@ def _with_whole_batch(space: Space, rows: _Predicted, room: int, thorough: bool)
 
 def _may_fit(spec: StepSpec, space: Space, rows: _Predicted, room: int) -> bool:
     """Whether a specification is worth predicting: the smallest one next to it fits on the device."""
-    smallest = space.smallest_beside(spec)
+    smallest = space.with_smallest_values(spec)
     axis = space.between(smallest)
     if axis is not None:
         for value in (axis.values[0], axis.values[-1], axis.middle):
@@ -297,8 +297,8 @@ def _known_or_sum(
     wanted, here = spec.having(value), spec.having(first)
     if found.get(wanted) is not None:
         return found[wanted]
-    larger = space.largest_beside(wanted)
-    base, one, other = found.get(larger), found.get(space.largest_beside(here)), found.get(here)
+    larger = space.with_largest_values(wanted)
+    base, one, other = found.get(larger), found.get(space.with_largest_values(here)), found.get(here)
     if base is None or one is None or other is None:
         return None
     saved = one.estimate.allocated_bytes - other.estimate.allocated_bytes

@@ -183,7 +183,7 @@ def step_seconds(
 
 
 class _Link:
-    """The copies between host and device: one after the other in each direction."""
+    """The copies between host and device: one after another in each direction."""
 
     def __init__(self, device: Device) -> None:
         self._rate = device.bandwidth / 2 if device.is_cpu else device.host_link
@@ -191,7 +191,7 @@ class _Link:
         self._free = {TO_HOST: 0.0, FROM_HOST: 0.0}  # the time at which the last copy ends
 
     def copy_or_wait(self, op: Op, launched: float, finished: float) -> float:
-        """When the device has ended an operation of the link, given when it was launched and the device was free."""
+        """The time at which the device finishes a link operation, given its launch and when the device was free."""
         seconds = op.moved / self._rate
         if op.name in _WAITED_FOR:  # until this many bytes are left
             return max(finished, self._free[_WAITED_FOR[op.name]] - seconds)

@@ -80,7 +80,7 @@ def choices_of(annotation: Any) -> list[str]:
 
 
 def allowed_words(annotation: Any, metadata: Sequence[Any] = ()) -> str:
-    """Describe the values of a type in words."""
+    """Describe the values of a type as text."""
     for mark in metadata:
         if isinstance(mark, Allowed):
             return mark.words

@@ -1,7 +1,7 @@
 """The allocations and releases of a step as CUDA's allocator itself records them.
 
-Its history is complete: every block that is in use has an entry, or was in use when the record began. The profiler
-knows which operator a block belongs to, but misses releases; `with_lifetimes` joins both.
+Its history is complete: every block in use has an entry, or was in use when recording started. The profiler knows which
+operator a block belongs to, but misses releases; `with_lifetimes` combines both.
 """
 
 from bisect import bisect_left
@@ -14,18 +14,18 @@ import torch
 from trimtab.report.profiled_blocks import Block, Profile
 
 _ROUNDING = 512
-_MOST_REMAINDER = 2**20  # that the allocator leaves in a block instead of splitting it off
-_FREED = ("free_requested", "free")  # the counter of allocated bytes goes down at the request
+_MOST_REMAINDER = 2**20  # bytes that the allocator leaves in a block instead of splitting them off
+_FREED = ("free_requested", "free")  # the counter of allocated bytes is reduced at the request
 
 
 @dataclass(frozen=True)
 class History:
-    """What the allocator recorded.
+    """The record of the allocator.
 
     Attributes:
         before: Bytes of each block that was in use at the start, by address.
         entries: Its trace entries.
-        snapshot: All that `torch.cuda.memory._snapshot` returned at the end.
+        snapshot: The result of `torch.cuda.memory._snapshot` at the end.
     """
 
     before: Mapping[int, int]
@@ -34,7 +34,7 @@ class History:
 
 
 class AllocatorHistory:
-    """Records what the allocator of a CUDA device does.
+    """Record the allocations and releases of a CUDA device.
 
     Args:
         device: The device.
@@ -47,19 +47,19 @@ class AllocatorHistory:
         self._before: dict[int, int] = {}
 
     def start(self) -> None:
-        """Start to record; an earlier record is discarded."""
+        """Start recording; an earlier record is discarded."""
         torch.cuda.memory._record_memory_history("all", context=self._context, stacks="python", clear_history=True)
         self._before = blocks_in_use(torch.cuda.memory._snapshot(), self._device)
 
     def stop(self) -> History:
-        """Stop, and return what was recorded."""
+        """Stop recording, and return the record."""
         snapshot = torch.cuda.memory._snapshot()
         torch.cuda.memory._record_memory_history(None)
         return History(self._before, snapshot["device_traces"][self._device], snapshot)
 
 
 def blocks_in_use(snapshot: Mapping[str, Any], device: int) -> dict[int, int]:
-    """The bytes of each block in use of a snapshot, by address."""
+    """The bytes of each block in use in a snapshot, by address."""
     found: dict[int, int] = {}
     for segment in snapshot["segments"]:
         if segment["device"] != device:
@@ -73,7 +73,7 @@ def blocks_in_use(snapshot: Mapping[str, Any], device: int) -> dict[int, int]:
 
 
 def with_lifetimes(profile: Profile, history: History, known: Mapping[int, Block]) -> Profile:
-    """Join what the profiler knows about blocks with the lifetimes that the allocator recorded.
+    """Combine the profiler's information about blocks with the lifetimes recorded by the allocator.
 
     Args:
         profile: The profiler's view of the step.
@@ -118,7 +118,7 @@ def _lives(history: History) -> tuple[list[Block], dict[int, Block], list[int]]:
 
 
 def _describe(blocks: Sequence[Block], profile: Profile, times_ns: Sequence[int]) -> list[tuple[int, int]]:
-    """Copy what the profiler knows to the blocks of the history; return pairs of equal positions in both, in order."""
+    """Copy the profiler's information to the blocks of the history; return pairs of matching positions, in order."""
     allocated: dict[int, list[Block]] = {}
     for block in blocks:
         if block.born >= 0:
@@ -141,12 +141,12 @@ def _describe(blocks: Sequence[Block], profile: Profile, times_ns: Sequence[int]
 def _matches(
     seen: Sequence[Block], allocated: Sequence[Block], seen_ns: Sequence[int], allocated_ns: Sequence[int]
 ) -> list[tuple[Block, Block]]:
-    """Pairs of the same block at one address: in order, or, if the profiler missed some, by the nearest time."""
+    """Pairs of the same block at one address: in order or, if the profiler missed some, by the nearest time."""
     if len(seen) == len(allocated):
         return list(zip(seen, allocated, strict=True))
     pairs, first = [], 0
     for number, source in enumerate(seen):
-        last = len(allocated) - (len(seen) - number - 1)  # leave one for each that follows
+        last = len(allocated) - (len(seen) - number - 1)  # leave one for each block that follows
         candidates = range(first, max(first, last))
         best = min(
             candidates, key=lambda at: abs(allocated_ns[allocated[at].born] - seen_ns[source.born]), default=None

@@ -1,8 +1,8 @@
-"""What memory consists of during a training step, measured by replaying the allocations of one real step.
+"""The composition of memory during a training step, measured by replaying the allocations of one real step.
 
 `MemoryWatch` records a step with torch's profiler, which knows the operator that allocated each block and the shapes in
 which operators use it, and on CUDA with the allocator's own history, which knows how long each block was in use. Each
-block belongs to one part, so the parts add up to the memory in use, at the peak and at any other moment.
+block belongs to one part, so the parts add up to the memory in use, at the peak and at any other time.
 """
 
 import math
@@ -34,13 +34,14 @@ class Anatomy:
     """The parts of memory at the peak of a step, in bytes.
 
     Args:
-        weights: Parameters and buffers, quantization constants included.
-        gradients: Of parameters.
-        optimizer_state: Of the optimizer, on the device.
+        weights: Parameters and buffers, including quantization constants.
+        gradients: Gradients of parameters.
+        optimizer_state: Optimizer state on the device.
         activations: Tensors that forward saves for backward, including copies of weights in half precision, and
             recomputed ones.
         logits_and_loss: Tensors as wide as the vocabulary.
-        temporaries: All else that is alive at the peak: workspaces, gradients of activations, the batch, rounding.
+        temporaries: Everything else that is alive at the peak: workspaces, gradients of activations, the batch,
+            rounding.
         allocator_slack: Reserved by the allocator but not in use at the peak; None without such an allocator.
         outside: On a GPU: context, libraries, and the memory of other processes; None elsewhere.
         host_weights: Weights in host memory when training on an accelerator.
@@ -71,7 +72,7 @@ class Anatomy:
 
 
 class MemoryWatch:
-    """Records a step and finds out what memory consists of. It changes no results, but takes time.
+    """Record a step and determine the composition of memory. This changes no results, but takes time.
 
     Start after the first step, in which the optimizer allocates its state, and between two steps or just before a
     forward.
@@ -80,10 +81,10 @@ class MemoryWatch:
         model: The model.
         optimizer: Its optimizer, prepared or not.
         device: Where the model computes.
-        names_modules: Whether to name blocks by module. Its hooks would have compiled modules compiled again.
+        names_modules: Whether to name blocks by module. The hooks for this would make compiled modules compile again.
 
     Attributes:
-        history: What CUDA's allocator recorded; None on other devices.
+        history: The record of CUDA's allocator; None on other devices.
 
     Example:
         watch = MemoryWatch(model, optimizer, device)
@@ -114,7 +115,7 @@ class MemoryWatch:
         return self._profiler is not None
 
     def start(self) -> None:
-        """Start to record."""
+        """Start recording."""
         from torch.profiler import ProfilerActivity, profile
 
         self._known = named_blocks(self._model, self._optimizer, self._device)
@@ -137,7 +138,7 @@ class MemoryWatch:
             self._allocator.start()
         self._profiler.start()
         self._started_ns, self._has_begun = time.perf_counter_ns(), False
-        _note_forward()  # inside a forward, the model's pre-hooks have run already
+        _note_forward()  # inside a forward, the model's pre-hooks have already run
 
     def _begin_forward(self, *called_with: object) -> None:
         if not self._has_begun:  # a batch may have been read before
@@ -145,11 +146,11 @@ class MemoryWatch:
         _note_forward()
 
     def stop(self) -> Anatomy:
-        """Stop the record, and return what memory consisted of at its peak."""
+        """Stop recording, and return the composition of memory at its peak."""
         return self._dissect(self._stop())
 
     def stop_and_record(self) -> StepRecord:
-        """Stop the record, and return all of it."""
+        """Stop recording, and return the whole record."""
         profile = self._stop()
         slack, outside = self._beyond(self._record(profile).peak().num_bytes)
         beyond = {"allocator slack": slack, "outside the allocator": outside}
@@ -180,7 +181,7 @@ class MemoryWatch:
         _assign_parts(profile)
         if profile.times_ns:  # the end of the step changes no memory; the optimizer may change none either
             first, last = profile.times_ns[0], profile.times_ns[-1]
-            profile.times_ns.append(max(first + duration_ns, last + 1))  # the allocator has a clock of its own
+            profile.times_ns.append(max(first + duration_ns, last + 1))  # the allocator has its own clock
         return profile
 
     def _in_use_now(self) -> int:
@@ -307,7 +308,7 @@ def _name_modules(model: torch.nn.Module) -> list[Any]:
         running.append((name, scope))
 
     def leave(name: str, *called_with: object) -> None:
-        if running and running[-1][0] == name:  # a record may begin inside of a module
+        if running and running[-1][0] == name:  # recording may start inside a module
             running.pop()[1].__exit__(None, None, None)
 
     handles: list[Any] = []
@@ -336,7 +337,7 @@ def _stages(profile: Profile) -> tuple[tuple[str, int], ...]:
 
 
 def _assign_parts(profile: Profile) -> None:
-    """Give every block without a part one."""
+    """Assign a part to every block without one."""
     forwards, backwards = profile.marks_of("forward"), profile.marks_of("backward")
     for block in profile.blocks:
         block.part = block.part or _part_of(block, forwards, backwards)

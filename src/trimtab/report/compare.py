@@ -52,18 +52,18 @@ class Measurement:
     repeat: int
     num_steps: int
     step_s: tuple[float, ...]  # duration of each timed step
-    num_rows: int  # in the timed steps
+    num_rows: int  # number of tokens in the timed steps
     num_tokens: int
     host_peak_bytes: int  # resident memory of the process
-    allocated_peak_bytes: int | None = None  # of the training steps, without evaluation
+    allocated_peak_bytes: int | None = None  # peak of the training steps, without evaluation
     reserved_peak_bytes: int | None = None
     outside_bytes: int | None = None  # used on the device outside the allocator
     losses: tuple[tuple[int, float], ...] = ()  # a step, and the mean loss since the previous one
     metrics: Mapping[str, float] = field(default_factory=dict)
-    metric: str = ""  # the one that selects the best model
+    metric: str = ""  # the metric that selects the best model
     anatomy: Anatomy | None = None
     plan: Mapping[str, Any] = field(default_factory=dict)
-    wall_s: float = 0.0  # of the whole process
+    wall_s: float = 0.0  # seconds of the whole process
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "Measurement":
@@ -130,18 +130,18 @@ class Outcome:
 
     @property
     def memory(self) -> Spread | None:
-        """The peak that variants are compared by: allocated device memory; on the CPU, the tensors of a step."""
+        """The peak by which variants are compared: allocated device memory; on the CPU, the tensors of a step."""
         return self.spread("allocated") or self.spread("tensors") or self.spread("process")
 
     @property
     def anatomy(self) -> Anatomy | None:
-        """What memory consisted of at its peak, from the first run that recorded it."""
+        """The composition of memory at its peak, from the first run that recorded it."""
         return next((run.anatomy for run in self.runs if run.anatomy is not None), None)
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The results of all variants. The others are compared with the first one."""
+    """The results of all variants. All others are compared with the first one."""
 
     outcomes: tuple[Outcome, ...]
     protocol: Mapping[str, Any]
@@ -177,7 +177,7 @@ def _outcome_dict(outcome: Outcome) -> dict[str, Any]:
 
 
 def _finite(value: Any) -> Any:
-    """Replace numbers that are not finite, which JSON lacks, by None."""
+    """Replace numbers that are not finite, which JSON does not have, with None."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, Mapping):

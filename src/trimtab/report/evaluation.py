@@ -13,8 +13,8 @@ from trimtab.inference.evaluate import EvaluatedRow, Evaluation
 from trimtab.report.tables import Table
 
 JSON_FILE, PLOT_FILE, ROWS_FILE = "evaluation.json", "confusion.png", "worst_rows.csv"
-_MAX_SHOWN = 12  # labels of a confusion matrix in a table
-_MAX_NUMBERED = 25  # labels of a plot whose cells have numbers
+_MAX_SHOWN = 12  # maximum number of labels of a confusion matrix in a table
+_MAX_NUMBERED = 25  # maximum number of labels of a plot with numbers in its cells
 _MAX_TEXT = 80
 Differences = Mapping[str, PairedDifference]
 
@@ -83,7 +83,7 @@ def differences_table(found: Differences) -> Table:
 def as_dict(
     found: Evaluation, against: Evaluation | None = None, differences: Differences | None = None
 ) -> dict[str, Any]:
-    """Return an evaluation as JSON types, with the second model's and the paired test if there are some."""
+    """Return an evaluation as JSON types, with the second model's evaluation and the paired test, if any."""
     content = found.as_dict()
     if against is not None and differences is not None:
         content["against"] = against.as_dict()

@@ -1,4 +1,4 @@
-"""What CUDA's allocator holds at the moment a step runs out of memory."""
+"""The memory that CUDA's allocator holds when a step runs out of memory."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,7 +12,7 @@ from trimtab.report.step_record import Allocation, StepRecord
 
 
 def memory_now(model: torch.nn.Module, optimizer: Any, device: torch.device) -> StepRecord | None:
-    """The blocks in use now; None on devices whose allocator does not list them."""
+    """The blocks currently in use; None on devices whose allocator does not list them."""
     if device.type != "cuda":
         return None
     index = torch.cuda.current_device() if device.index is None else device.index
@@ -22,7 +22,7 @@ def memory_now(model: torch.nn.Module, optimizer: Any, device: torch.device) -> 
 
 
 def record_of_blocks(in_use: Mapping[int, int], named: Mapping[int, Block], device: str, reserved: int) -> StepRecord:
-    """A single moment: blocks without a name are what the step has computed, which counts as activations.
+    """A record of a single point in time; blocks without a name were computed by the step and count as activations.
 
     Args:
         in_use: Bytes of each block in use, by address.

@@ -1,4 +1,4 @@
-"""Quality against size and latency of several forms of one model: the Pareto front, the recommended one, and a plot."""
+"""Quality against size and latency of several forms of a model: the Pareto front, the recommended form, and a plot."""
 
 import math
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from trimtab.inference.quality_loss import main_metric, quality_loss
 from trimtab.report.measurements_table import measurements_table
 from trimtab.report.tables import Table
 
-_NAME_WIDTH, _NAME_HEIGHT = 0.15, 0.04  # of a name in the plot, as shares of the axes
+_NAME_WIDTH, _NAME_HEIGHT = 0.15, 0.04  # size of a name in the plot, as shares of the axes
 
 
 def losses_of(measurements: Sequence[ModelMeasurement]) -> list[float]:
@@ -19,16 +19,16 @@ def losses_of(measurements: Sequence[ModelMeasurement]) -> list[float]:
 
 
 def recommended(measurements: Sequence[ModelMeasurement], max_loss: float) -> ModelMeasurement:
-    """Return the smallest form whose loss of quality is at most `max_loss`; of equal sizes the one that is closest.
+    """Return the smallest form whose loss of quality is at most `max_loss`; among equal sizes, the closest one.
 
-    The original, the first, is recommended if no other form holds the bound. A loss that is not a number holds none.
+    The original, which is the first, is recommended if no other form meets the bound. NaN never meets a bound.
     """
     allowed = [one for one, loss in zip(measurements, losses_of(measurements), strict=True) if loss <= max_loss]
     return min(allowed or measurements[:1], key=lambda one: (one.disk_bytes or math.inf, _kl(one)))
 
 
 def frontier(measurements: Sequence[ModelMeasurement]) -> list[ModelMeasurement]:
-    """Return the forms that no other one beats in size, latency and quality together."""
+    """Return the forms that no other form beats in size, latency and quality together."""
     facts = [
         (one.disk_bytes or math.inf, one.latency_1_s, loss)
         for one, loss in zip(measurements, losses_of(measurements), strict=True)
@@ -56,7 +56,7 @@ def frontier_table(measurements: Sequence[ModelMeasurement], max_loss: float) ->
 def draw_frontier(measurements: Sequence[ModelMeasurement], max_loss: float, file: Path) -> None:
     """Write a plot of quality against size and against latency.
 
-    Forms that another one beats in everything are hollow, the recommended one is red; a line shows the bound.
+    Forms that another form beats in everything are hollow, the recommended one is red; a line shows the bound.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -98,7 +98,7 @@ def _draw_points(
         color = "#c0392b" if one is chosen else "#1f4e79"
         axes.plot(place, height, "o", color=color, markerfacecolor=color if one in best or one is chosen else "white")
         x, y = place / right, (height - min(heights)) / spread
-        # a name is about a sixth of the width; names of points at one place are written below each other
+        # a name is about a sixth of the width; names of points at the same position are written below each other
         num_near = sum(abs(x - other) < _NAME_WIDTH and abs(y - level) < _NAME_HEIGHT for other, level in named)
         named.append((x, y))
         axes.annotate(one.name, (place, height), xytext=(6, 4 - 11 * num_near), textcoords="offset points", fontsize=8)

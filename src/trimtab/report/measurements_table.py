@@ -1,4 +1,4 @@
-"""The table that every command on the size of models ends with."""
+"""The table that all commands on the size of models print at the end."""
 
 from collections.abc import Sequence
 

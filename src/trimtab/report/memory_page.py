@@ -15,9 +15,9 @@ from trimtab.units import format_bytes
 
 _NUM_POINTS = 320
 _NUM_TENSORS = 15
-_WIDTH, _HEIGHT = 1000, 400  # of the picture's own coordinates; it is stretched to the page
+_WIDTH, _HEIGHT = 1000, 400  # size of the picture in its own coordinates; it is stretched to the page
 _MIB, _GIB = 2**20, 2**30
-_SHORT = {"forward": "fwd", "backward": "bwd", "optimizer": "opt"}  # where there is little room
+_SHORT = {"forward": "fwd", "backward": "bwd", "optimizer": "opt"}  # if there is little space
 
 
 @dataclass(frozen=True)
@@ -26,9 +26,9 @@ class MemoryPage:
 
     Attributes:
         title: Its heading.
-        records: The steps to draw, one below the other with one scale.
-        facts: What the step is, by name: model, device, plan …
-        limit_bytes: Bytes that may be allocated: the budget less what is outside the allocator; None if not known.
+        records: The steps to draw, one below another with the same scale.
+        facts: Facts about the step, by name: model, device, plan …
+        limit_bytes: Bytes that may be allocated: the budget minus memory outside the allocator; None if unknown.
         notes: Sentences below the pictures.
     """
 
@@ -40,7 +40,7 @@ class MemoryPage:
 
 
 def render_memory_page(page: MemoryPage) -> str:
-    """Return the page as HTML, without references to anything outside of it."""
+    """Return the page as HTML, without references to external files."""
     peaks = [record.peak() for record in page.records]
     highest = max(peak.num_bytes for peak in peaks)
     shown_limit = page.limit_bytes if page.limit_bytes is not None and page.limit_bytes <= 1.6 * highest else None
@@ -89,7 +89,7 @@ def describe_tensors(group: LikeTensors) -> str:
 
 
 def _op(group: LikeTensors) -> str:
-    """The operation that says something about a tensor: not the one that filled optimizer state with zeros."""
+    """The operation that characterizes a tensor: not the one that filled optimizer state with zeros."""
     return group.op if group.part in ("activations", "logits and loss", "temporaries") else ""
 
 
@@ -100,7 +100,7 @@ class _Scale:
     """Heights in the coordinates of a picture.
 
     Args:
-        highest: The most bytes that are drawn.
+        highest: The maximum number of bytes that is drawn.
         limit: Bytes to draw a line at.
     """
 
@@ -198,7 +198,7 @@ def _areas(moments: Sequence[Moment], scale: _Scale) -> list[str]:
 
 
 def _steps(xs: Sequence[float], ys: Sequence[float]) -> list[tuple[float, float]]:
-    """Corners of a line with one level between each x and the next, without corners that change nothing."""
+    """Corners of a line with one level between each x and the next, without redundant corners."""
     corners = [(xs[0], ys[0])]
     for x, before, after in zip(xs[1:], ys, ys[1:], strict=False):
         if after != before:
@@ -299,7 +299,7 @@ def _name(group: LikeTensors) -> str:
 
 
 def _comparison(records: Sequence[StepRecord], peaks: Sequence[Moment]) -> str:
-    """How far a measured step is from the predicted one; empty unless there are both."""
+    """The difference between a measured step and the predicted one; empty unless there are both."""
     sizes = {record.source: peak.num_bytes for record, peak in zip(records, peaks, strict=True) if record.times}
     if set(sizes) != {"predicted", "measured"}:
         return ""

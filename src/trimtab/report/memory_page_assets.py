@@ -1,4 +1,4 @@
-"""Style and script of a memory page, which are written into it: a page has no outside references."""
+"""Style and script of a memory page, which are embedded in it: a page has no external references."""
 
 from trimtab.report.step_record import ALLOCATED
 

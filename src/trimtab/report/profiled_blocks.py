@@ -1,8 +1,8 @@
 """The memory blocks of a step as torch's profiler reports them: which operator and module allocated each, and when.
 
-The profiler sees blocks of every device, but on CUDA not every release: at most peaks on an H200 the blocks that it had
-seen allocated and not released added up to more than the allocator had in use. There the lifetimes come from
-`trimtab.report.allocator_history`.
+The profiler sees the blocks of every device, but on CUDA not every release: at most peaks on an H200, the blocks that
+it had seen allocated and not released added up to more than the allocator had in use. On CUDA the lifetimes therefore
+come from `trimtab.report.allocator_history`.
 """
 
 import math
@@ -23,7 +23,7 @@ _OPTIMIZER = "Optimizer.step#"
 class Block:
     """A block of memory from its allocation to its release, in indices of changes of memory."""
 
-    size: int  # with the allocator's rounding
+    size: int  # including the allocator's rounding
     born: int  # -1 if it existed before
     part: str = ""
     exact_size: int | None = None  # without the rounding, if known
@@ -35,13 +35,13 @@ class Block:
     is_wide: bool = False  # used as a tensor as wide as the vocabulary
 
     def name_as(self, other: "Block") -> None:
-        """Take over what another description of the same block knows."""
+        """Copy the information in another description of the same block."""
         self.part, self.exact_size, self.name = other.part, other.exact_size, other.name or self.name
 
 
 @dataclass
 class Profile:
-    """The blocks of a step, and what happens between them.
+    """The blocks of a step, and the events between them.
 
     Attributes:
         blocks: Every block.
@@ -68,7 +68,7 @@ def read_profile(
     Args:
         events: The roots of its event tree.
         known: Blocks that existed before, by address.
-        device: The device whose memory counts.
+        device: The device whose memory is counted.
         vocab_size: Width of logits; None if the model has none.
     """
     profile = Profile(blocks=list(known.values()), living=dict(known))
@@ -112,8 +112,8 @@ def _is_on(found: torch.device, wanted: torch.device) -> bool:
 def _move(event: Any, now: int, profile: Profile, modules: "_ModulesOfNodes") -> bool:
     """Apply an allocation or a release; return whether it changes the memory in use."""
     address, size = int(event.extra_fields.ptr), int(event.extra_fields.alloc_size)
-    # the CPU's allocator does not report the release of blocks from before the record: one whose address is allocated
-    # again was released
+    # the CPU's allocator does not report the release of blocks from before the record; if an address is allocated
+    # again, its previous block was released
     before = profile.living.pop(address, None)
     if before is not None:
         before.died = now
@@ -145,7 +145,7 @@ class _ModulesOfNodes:
                 return
 
     def of(self, node: Any) -> str:
-        """The module of a node that backward evaluates; empty if it is not known."""
+        """The module of a node that backward evaluates; empty if unknown."""
         return self._modules.get(getattr(node.extra_fields, "sequence_number", -1), "")
 
 

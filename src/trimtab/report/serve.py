@@ -1,4 +1,4 @@
-"""Serves a report on this machine and keeps it up to date while its runs train."""
+"""Serve a report on this machine, and keep it up to date while its runs train."""
 
 import hashlib
 from collections.abc import Callable
@@ -12,15 +12,15 @@ HOST = "127.0.0.1"
 
 
 def report_server(make_page: Callable[[str | None], str], port: int = 0) -> ThreadingHTTPServer:
-    """Return a server for one page, not started yet; other machines cannot reach it.
+    """Return a server for one page, not yet started; other machines cannot reach it.
 
     Args:
-        make_page: Builds the page at each request. Its argument is the version of the content, by which the page
-            in a browser notices that there is a newer one; None makes a page without a version.
-        port: Port; 0 takes a free one.
+        make_page: Builds the page at each request. Its argument is the version of the content, by which the page in a
+            browser detects a newer one; None makes a page without a version.
+        port: Port; 0 chooses a free one.
 
     Raises:
-        RecipeError: The port is taken.
+        RecipeError: The port is in use.
     """
     try:
         return ThreadingHTTPServer((HOST, port), _handler(make_page))
@@ -32,10 +32,10 @@ def report_server(make_page: Callable[[str | None], str], port: int = 0) -> Thre
 
 def _handler(make_page: Callable[[str | None], str]) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
-        """Answers GET / alone."""
+        """Answers only GET /."""
 
         def do_GET(self) -> None:  # noqa: N802
-            """Send the page, or a short reply if the browser has this version already."""
+            """Send the page, or a short reply if the browser already has this version."""
             host = self.headers.get("Host", "").rpartition(":")[0]
             if host not in (HOST, "localhost"):  # a web page of another name that resolves to this machine
                 self.send_error(HTTPStatus.FORBIDDEN)

@@ -1,4 +1,4 @@
-"""The allocations of one training step, predicted or measured: what memory pictures are drawn from."""
+"""The allocations of one training step, predicted or measured, from which memory pictures are drawn."""
 
 import re
 from collections import Counter
@@ -14,7 +14,7 @@ class Allocation:
     """A tensor in memory, or another block.
 
     Attributes:
-        num_bytes: Its size, with the allocator's rounding.
+        num_bytes: Its size, including the allocator's rounding.
         part: One of `ALLOCATED`.
         name: The module that computed it, or its parameter; empty if neither is known.
         op: The operation that allocated it; empty if it existed before.
@@ -32,10 +32,10 @@ class Allocation:
 
 @dataclass(frozen=True)
 class Moment:
-    """The memory in use at one moment of the step.
+    """The memory in use at one point in time of the step.
 
     Attributes:
-        position: 0 = start of the step, 1 = its end.
+        position: Position in the step: 0 is its start, 1 its end.
         stage: One of `STAGES`.
         parts: Bytes by anatomy.
         change: Index of the change that led to it; -1 at the start.
@@ -59,7 +59,7 @@ class LikeTensors:
     name: str
     op: str
     part: str
-    num_bytes: int  # of each
+    num_bytes: int  # bytes of each
     count: int
 
     @property
@@ -75,8 +75,8 @@ class StepRecord:
     Attributes:
         source: "predicted" or "measured".
         device: The device of the step.
-        allocations: What was in memory during the step; the parts at any moment add up by construction.
-        times: Seconds from the start of the step, of each change; empty for a single moment.
+        allocations: Everything in memory during the step; at any time, the parts add up to the memory in use.
+        times: The time of each change, in seconds from the start of the step; empty for a single point in time.
         stages: The stages in order: the name of each, and the index of its first change.
         beyond: Bytes that are not allocated, by name: allocator slack, outside the allocator.
         is_timed: Whether times are seconds; False if only their order is known.
@@ -117,11 +117,11 @@ class StepRecord:
             yield Moment(self.times[index] / whole, stage, dict(in_use), index)
 
     def peak(self) -> Moment:
-        """The moment with the most memory."""
+        """The point in time with the most memory."""
         return max(self.moments(), key=lambda moment: moment.num_bytes)
 
     def timeline(self, num_points: int) -> list[Moment]:
-        """Of each of `num_points` intervals of time the moment with the most memory."""
+        """For each of `num_points` time intervals, the point with the most memory."""
         highest: dict[int, Moment] = {}
         for moment in self.moments():
             interval = min(num_points - 1, int(moment.position * num_points))
@@ -130,7 +130,7 @@ class StepRecord:
         return [highest[interval] for interval in sorted(highest)]
 
     def stage_spans(self) -> list[tuple[str, float, float]]:
-        """The stages with their start and end, as shares of the step; neighbours with one name are joined."""
+        """The stages with their start and end, as shares of the step; adjacent ones with the same name are joined."""
         spans: list[tuple[str, float, float]] = []
         whole = self.seconds or 1.0
         for (name, first), following in zip(self.stages, [*self.stages[1:], None], strict=True):
@@ -146,7 +146,7 @@ class StepRecord:
         return self.times[min(change, len(self.times) - 1)] if change >= 0 and self.times else 0.0
 
     def largest(self, at: int, num: int) -> list[LikeTensors]:
-        """The largest tensors after a change, those of equal blocks together; the most memory first."""
+        """The largest tensors after a change, grouped over equal blocks, largest first."""
         alive = [one for one in self.allocations if one.born <= at and (one.died is None or one.died > at)]
         return largest_tensors(alive, num)
 

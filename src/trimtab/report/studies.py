@@ -1,4 +1,4 @@
-"""Shipped studies: frequent comparisons, each a list of variants of a recipe."""
+"""Built-in studies: common comparisons, each a list of variants of a recipe."""
 
 import difflib
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from trimtab.techniques import TECHNIQUES
 
 
 def build_study(name: str, recipe: Recipe) -> list[Variant]:
-    """Return the variants of a shipped study.
+    """Return the variants of a built-in study.
 
     Args:
         name: One of `STUDIES`.
@@ -25,13 +25,13 @@ def build_study(name: str, recipe: Recipe) -> list[Variant]:
 
 
 def _of_key(key: str, *values: Any) -> Callable[[Recipe], list[Variant]]:
-    """Return a study of one key. A value whose name is not its text is given as (name, value)."""
+    """Return a study of one key. A value with a different display name is given as (name, value)."""
     named = [value if isinstance(value, tuple) else (value, value) for value in values]
     return lambda recipe: [Variant(str(name), {key: value}) for name, value in named]
 
 
 def _accumulation(recipe: Recipe) -> list[Variant]:
-    """Vary the micro-batch size at the batch size of the recipe; last, a batch of the smallest micro-batch size."""
+    """Vary the micro-batch size at the recipe's batch size; last, use the smallest micro-batch size as batch size."""
     whole = recipe.train.batch_size
     sizes = [size for size in (whole, whole // 2, whole // 4, whole // 8) if size]
     cut = [

@@ -12,7 +12,7 @@ Table = tuple[list[str], list[list[str]]]
 
 
 def main_table(comparison: Comparison) -> Table:
-    """Return speed, peak memory, loss and metric of each variant: medians with least and most."""
+    """Return speed, peak memory, loss and metric of each variant: medians with minimum and maximum."""
     unit, unit_name = unit_of(comparison)
     has_device = any(outcome.spread("allocated") for outcome in comparison.outcomes)
     names = {"allocated": "peak", "reserved": "reserved", "process": "host"}
@@ -36,7 +36,7 @@ def main_table(comparison: Comparison) -> Table:
 
 
 def anatomy_table(comparison: Comparison) -> Table:
-    """Return what memory consisted of at its peak, with a column for each part."""
+    """Return the composition of memory at its peak, with a column for each part."""
     unit, unit_name = unit_of(comparison)
     found = [(outcome.name, outcome.anatomy) for outcome in comparison.outcomes if outcome.anatomy is not None]
     parts = [part for part in PARTS if any(anatomy.parts().get(part) for _, anatomy in found)]
@@ -98,7 +98,7 @@ def markdown(comparison: Comparison, title: str, plots: Sequence[str] = ()) -> s
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table as Markdown, with numbers on the right."""
+    """Return a table as Markdown, with right-aligned numbers."""
     lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
 

@@ -1,4 +1,4 @@
-"""A comparison in one sentence. A difference within the spread of the repeats is not reported as one."""
+"""Summarize a comparison in one sentence. A difference within the spread of the repeats is not reported."""
 
 from trimtab.report.compare import Comparison, Outcome, Spread
 

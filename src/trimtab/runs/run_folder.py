@@ -54,12 +54,12 @@ class RunFolder:
     Args:
         path: The folder.
         job: The launcher's id of the job, the same in all its attempts.
-        goes_on: Whether to resume the run in the folder; otherwise the folder must be empty or missing.
-        again: Whether the launcher has restarted the job, so that a lock held on another host is stale.
+        resumes: Whether to resume the run in the folder; otherwise the folder must be empty or missing.
+        restarted: Whether the launcher has restarted the job, so that a lock held on another host is stale.
     """
 
-    def __init__(self, path: Path, job: str | None = None, *, goes_on: bool = False, again: bool = False) -> None:
-        if not goes_on:
+    def __init__(self, path: Path, job: str | None = None, *, resumes: bool = False, restarted: bool = False) -> None:
+        if not resumes:
             check_free(path)
         self._created = [folder for folder in (path, *path.parents) if not folder.exists()]
         try:
@@ -68,8 +68,8 @@ class RunFolder:
             cure = cure_for_os_error(error, "choose another --out")
             raise RecipeError(f"{path} cannot be created: {error.strerror or error}", cure) from error
         self.path = path
-        self._goes_on = goes_on
-        self._lock = RunLock(path, take_over=again, patience_s=HEARTBEAT_TIMEOUT_S)
+        self._resumes = resumes
+        self._lock = RunLock(path, take_over=restarted, patience_s=HEARTBEAT_TIMEOUT_S)
         try:
             self._lock.acquire()
         except CheckpointError:
@@ -80,7 +80,7 @@ class RunFolder:
         self._written_step = 0
         self._status: dict[str, Any] = {"id": uuid.uuid4().hex, "step": 0, "num_steps": 0, "started": time.time()}
         before = read_status(path)
-        if goes_on:
+        if resumes:
             if before is None:
                 say(f"{path / _STATUS} is missing or damaged: it is rebuilt from the checkpoints")
             self._status |= before or rebuild_status(path) or {}
@@ -91,7 +91,7 @@ class RunFolder:
         self._journal = Journal(path)
         self._uploader: Uploader = NoUploader()
         self._thread = threading.Thread(target=self._write_progress, name="trimtab-run-folder", daemon=True)
-        if not goes_on:
+        if not resumes:
             self._claim(before)
         self._thread.start()
 
@@ -259,7 +259,7 @@ class RunFolder:
 
     def give_up(self) -> None:
         """Release the folder before anything has run: a resumed run stays unchanged, a new one is removed."""
-        if self._goes_on:
+        if self._resumes:
             self._release()
         else:
             self.remove()

@@ -340,7 +340,7 @@ class Trainer:
             peak_memory_bytes=peak_memory(self._engine.device),
             interruption=state.interruption,
             save_failure=None if save_failure is None else str(save_failure),
-            rows_at_once=self._memory_guard.micro_batch_size,
+            micro_batch_size=self._memory_guard.micro_batch_size,
         )
 
     # ------------------------------------------------------------------ used to resume a run

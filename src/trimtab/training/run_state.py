@@ -47,7 +47,19 @@ class RunState:
 
 @dataclass(frozen=True)
 class FitResult:
-    """How a run ended."""
+    """The end of a run: how it ended, and its measurements.
+
+    Attributes:
+        step: Optimizer steps done.
+        metrics: The metrics of the last evaluation.
+        best_metric: The best value of the metric that selects the best model; None without an evaluation.
+        best_step: The step of the best model.
+        stop_reason: Why the run ended.
+        train_seconds: Training time, without evaluations and saves.
+        num_tokens: Tokens trained on, by all processes.
+        num_skipped: Optimizer steps that were skipped.
+        peak_memory_bytes: Peak memory in use.
+    """
 
     step: int
     metrics: dict[str, float]
@@ -60,7 +72,7 @@ class FitResult:
     peak_memory_bytes: int
     interruption: str | None = None  # a signal or the time limit: the run can be resumed
     save_failure: str | None = None  # why there is no checkpoint of the last step
-    rows_at_once: int | None = None  # micro-batch size at the end, summed over all processes
+    micro_batch_size: int | None = None  # micro-batch size at the end, summed over all processes
 
     def summary(self) -> dict[str, Any]:
         """Return the values of the result that `run.json` stores."""

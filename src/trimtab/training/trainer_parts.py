@@ -63,7 +63,7 @@ class ModelSelection:
 
 @dataclass(frozen=True)
 class RunOutputs:
-    """Where the results of a run go."""
+    """The outputs of a run: progress, files and callbacks."""
 
     writer: RunWriter
     checkpoints: Checkpoints | NoCheckpoints

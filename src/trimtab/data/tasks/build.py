@@ -1,4 +1,4 @@
-"""Build a task from rows and the recipe's keys. Columns and task are guessed where the column names are clear."""
+"""Build a task from rows and the recipe's keys. Columns and task are guessed if the column names are clear."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -59,7 +59,7 @@ class Chat(Task):
         return None
 
     def encode_rows(self, rows: Rows, tokenizer: Any, max_length: int) -> TokenDataset:
-        """Tokenize conversations; labels outside of answers are ignored.
+        """Tokenize conversations; labels outside answers are ignored.
 
         Raises:
             ModelError: If the tokenizer does not return character offsets.
@@ -141,8 +141,8 @@ def token_spans(spans: Spans, offsets: Sequence[tuple[int, int]]) -> Spans:
 def kept_positions(num_tokens: int, first_answer: tuple[int, int], max_length: int, *, keeps_first: bool) -> list[int]:
     """Return the positions that remain when a conversation is truncated to `max_length` tokens.
 
-    The end is truncated. If that left less than the first answer (or than half of `max_length`, for a longer answer),
-    the beginning of the prompt is truncated instead, so the example still carries loss.
+    The end is truncated. If that would leave less than the first answer (or than half of `max_length`, for a longer
+    answer), the start of the prompt is truncated instead, so the example still carries loss.
 
     Args:
         num_tokens: Length of the conversation.

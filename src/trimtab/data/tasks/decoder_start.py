@@ -32,7 +32,7 @@ class DecoderStart:
 
     @classmethod
     def of(cls, config: Any) -> "DecoderStart":
-        """As a transformers config says."""
+        """Read the start from a transformers config."""
         token_id = getattr(config, "decoder_start_token_id", None)
         is_last = starts_with_last_token(getattr(config, "model_type", None))
         return cls(None if token_id is None else int(token_id), is_last)

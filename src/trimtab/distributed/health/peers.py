@@ -37,7 +37,7 @@ class Wait(NamedTuple):
 
 @dataclass(frozen=True)
 class Report:
-    """What a rank sends to the others, once per interval."""
+    """The report that a rank sends to the others, once per interval."""
 
     beat: int = 0  # number of the report; 0 if none was received yet
     host: str = ""
@@ -172,7 +172,7 @@ class Peers:
                 is_first = not peer.report.beat
                 peer.receive(reports[peer.rank])
                 if is_first:
-                    peer.look_up(0.0, self.pid_namespace)  # only a process that was seen once can be gone later
+                    peer.look_up(0.0, self.pid_namespace)  # only a process that was seen can disappear later
 
     def look_up(self, seconds: float = 0.0) -> None:
         """Look up the processes on this host, `seconds` after the last look."""

@@ -157,7 +157,7 @@ def _late(peers: Peers, wait: Wait) -> str | None:
 
 
 def _store_lost(peers: Peers, wait: Wait, limit_s: float) -> str | None:
-    """The store closes with rank 0, also when rank 0 exits in order. Without an error it may only be slow."""
+    """Report a lost store. It closes with rank 0, even if rank 0 exits normally; without an error it may be slow."""
     limit_s = limit_s if peers.store_error else max(limit_s, _REMOTE * peers.timeouts.lost_s)
     if min(peers.store_silent_s, peers.waited_s) < limit_s:
         return None

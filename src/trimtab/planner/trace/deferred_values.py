@@ -26,7 +26,7 @@ class Operation:
 
     Args:
         func: The operation.
-        args: Its arguments, with a `View` in place of each tensor on `meta`.
+        args: Its arguments, with a `View` instead of each tensor on `meta`.
         kwargs: Its arguments by name.
         changed: The tensors that it changes in place; it works on copies.
     """

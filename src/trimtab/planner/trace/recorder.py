@@ -474,7 +474,7 @@ class Recorder(TorchDispatchMode):
     # ------------------------------------------------------------------ sums of gradients
 
     def _adds_in_place(self, args: Any, kwargs: Any) -> bool:
-        """Whether this operation is autograd adding two gradients in place of the first.
+        """Whether this operation is autograd adding two gradients in place, into the first one.
 
         On real devices it adds in place if autograd holds the only reference to the first gradient; on `meta` it never
         does, so the recorder decides.

@@ -15,7 +15,7 @@ class Answer:
     """What to write instead of a key of another tool.
 
     Args:
-        text: The answer in words, as part of an error message.
+        text: The answer as text, for an error message.
         settings: The recipe keys to write, dotted, with their values; empty if there are none.
         is_lost: Whether the key sets something that a recipe cannot express.
         note: How the settings differ from the meaning of the key.

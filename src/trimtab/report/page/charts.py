@@ -1,4 +1,4 @@
-"""Charts of a report as plain values that page.js draws, and the places for them in the page."""
+"""Charts of a report as plain values that page.js draws, and their placeholders in the page."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -8,7 +8,7 @@ from trimtab.report.page.document import escape
 
 Point = tuple[int, float | None]  # a step and a value; None if that is not finite
 Curves = Mapping[str, Sequence[Point]]
-MAX_POINTS = 1500  # of a curve; those left out lie between the two that are kept
+MAX_POINTS = 1500  # points of a curve; those left out lie between the two that are kept
 
 # Titles and units of the values that every run records, in the order of the page.
 _KNOWN = {
@@ -45,8 +45,8 @@ def chart(
         series: Name, number of the color, and points of each curve.
         unit: Unit of the values; "bytes" is written as MiB or GiB.
         log: Whether the scale is logarithmic at first.
-        zero: Whether the scale begins at 0.
-        bounds: Least and greatest possible value.
+        zero: Whether the scale starts at 0.
+        bounds: Smallest and largest possible value.
         marks: Horizontal lines: text and value.
     """
     return {
@@ -73,7 +73,7 @@ def _finite(point: Point) -> Point:
 
 
 def thin_out(points: Sequence[Point], most: int = MAX_POINTS) -> list[Point]:
-    """Return at most about `most` of the points: of each stretch the lowest and the highest, so no spike is lost."""
+    """Return at most about `most` of the points: the lowest and highest of each interval, so that no spike is lost."""
     if len(points) <= most:
         return list(points)
     size = -(-len(points) * 2 // most)
@@ -92,7 +92,7 @@ def thin_out(points: Sequence[Point], most: int = MAX_POINTS) -> list[Point]:
 
 
 def places(charts: Sequence[Mapping[str, Any]]) -> str:
-    """Return the part of the page that the charts are drawn in; empty without charts."""
+    """Return the part of the page in which the charts are drawn; empty without charts."""
     if not charts:
         return ""
     figures = "\n".join(f'<figure data-chart="{escape(one["id"])}"></figure>' for one in charts)

@@ -43,7 +43,7 @@ def _memory(comparison: Comparison) -> str:
 
 
 def _device_parts(parts: Mapping[str, int | None]) -> dict[str, int | None]:
-    """Return the parts on the device, without those that are negative, as a difference of measurements may be."""
+    """Return the parts on the device, without negative ones, which can result from differences of measurements."""
     return {name: size for name, size in parts.items() if name in PARTS and size is not None and size > 0}
 
 

@@ -1,4 +1,4 @@
-"""The skeleton of a report: one HTML file that refers to nothing outside of it, with its style, script and data."""
+"""The skeleton of a report: one HTML file without external references, with its style, script and data."""
 
 import json
 import math
@@ -11,7 +11,7 @@ from typing import Any
 from trimtab import __version__
 
 PAGE = "report.html"  # its name in the folder of a run or of a comparison
-MARK = '<meta name="generator" content="trimtab'  # by which a report is recognized
+MARK = '<meta name="generator" content="trimtab'  # the text by which a report is recognized
 _ASSETS = "trimtab.report.page"
 _NOT_ALLOWED = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff]")
 
@@ -31,7 +31,7 @@ def document(title: str, body: str, charts: Sequence[Mapping[str, Any]] = (), *,
         title: Title of the browser's tab.
         body: HTML of the page.
         charts: The charts that `body` has places for (`trimtab.report.page.charts`).
-        tag: Makes the page refresh itself from the server that it came from: the version of this content.
+        tag: The version of this content, with which the page refreshes itself from its server; None for a static page.
     """
     css, js = (files(_ASSETS).joinpath(name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
     watch = "" if tag is None else f' data-watch="{escape(tag)}"'
@@ -47,7 +47,7 @@ def document(title: str, body: str, charts: Sequence[Mapping[str, Any]] = (), *,
 
 
 def script_json(value: Any) -> str:
-    """Return JSON that cannot end the script element that it is in."""
+    """Return JSON that cannot end the script element that contains it."""
     return json.dumps(value, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
 
@@ -127,7 +127,7 @@ def _class(name: str) -> str:
 
 
 def bars(rows: Sequence[tuple[str, Sequence[tuple[float, str, str]], str]]) -> str:
-    """Return horizontal bars, the longest over the whole width.
+    """Return horizontal bars; the longest one has the full width.
 
     Args:
         rows: A name, parts and a text. A part is a size, a CSS color and a title.
@@ -145,7 +145,7 @@ def bars(rows: Sequence[tuple[str, Sequence[tuple[float, str, str]], str]]) -> s
 
 
 def number(value: Any, places: int = 4) -> str:
-    """Return a number as text; a dash for None and for what is not finite."""
+    """Return a number as text; a dash for None and for numbers that are not finite."""
     if not isinstance(value, int | float) or not math.isfinite(value):
         return "–"
     if isinstance(value, int):

@@ -1,4 +1,4 @@
-"""The plan of a run in its report: what was decided and why, and predictions next to measurements."""
+"""The plan of a run in its report: what was decided and why, and predictions compared with measurements."""
 
 import statistics
 from collections.abc import Mapping
@@ -37,7 +37,7 @@ def comparison_with_prediction(run: RunFiles) -> str:
 
 
 def measured_step_s(run: RunFiles) -> float | None:
-    """Return the mean duration of an optimizer step; while the run trains, the median so far. None if not known."""
+    """Return the mean duration of an optimizer step; while the run trains, the median so far. None if unknown."""
     seconds, steps = run.measured("train_seconds"), run.status.get("step")
     if seconds and steps:
         return float(seconds / steps)
@@ -68,7 +68,7 @@ def _memory_rows(run: RunFiles) -> list[list[str]]:
     if rehearsed is not None:
         rows.append(_row("largest micro-batch, tried before the first step", None, rehearsed, format_bytes))
     predicted, measured = plan.get("predicted_eval_peak_bytes"), run.last("preflight_eval_peak_bytes")
-    if is_cpu:  # the prediction is that of tensors, the measurement that of the process
+    if is_cpu:  # the prediction is for tensors, the measurement for the process
         predicted = None
     if predicted is not None or measured is not None:
         rows.append(_row("peak of evaluations", predicted, measured, format_bytes))
@@ -124,7 +124,7 @@ def plan_section(run: RunFiles) -> str:
 def _description(values: Mapping[str, Any]) -> list[list[str]]:
     try:
         plan = Plan.from_dict(values)
-    except (KeyError, TypeError, ValueError):  # of a version with other values
+    except (KeyError, TypeError, ValueError):  # from a version with other values
         return []
     optimizer = plan.spec[OptimizerState.key]
     size = f"{plan.micro_batch_tokens:,} tokens" if plan.micro_batch_tokens else f"{plan.micro_batch_size:,} rows"
@@ -175,7 +175,7 @@ def _trials(plan: Mapping[str, Any]) -> str:
 
 
 def _choices(run: RunFiles) -> str:
-    """Return every technique: what the recipe says, and what the run uses."""
+    """Return every technique: the value in the recipe, and the value that the run uses."""
     asked = {value.key: value for value in run.recipe}
     rows = []
     for technique in TECHNIQUES:

@@ -1,4 +1,4 @@
-"""The recipe of a run in its report, with the origin of each value; of several runs the values that differ."""
+"""The recipe of a run in its report, with the origin of each value; for several runs, the values that differ."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,7 @@ from trimtab.report.page.document import fold, paragraph, table
 from trimtab.report.page.run_files import RecipeValue
 
 _HEADER, _KINDS = ["key", "value", "set by"], "kv-"
-_SHOWN = ("model", "data.train")  # also if they are defaults
+_SHOWN = ("model", "data.train")  # shown even if they are defaults
 
 
 def recipe_section(recipe: Sequence[RecipeValue]) -> str:

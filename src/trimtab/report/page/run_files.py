@@ -1,4 +1,4 @@
-"""Reads the files of a run that its report shows: all of the report comes from these files."""
+"""Read the files of a run that its report shows; the report is made from these files only."""
 
 import json
 import re
@@ -13,7 +13,7 @@ from trimtab.report.page.charts import Point
 from trimtab.runs.journal import JOURNAL, complete_lines
 from trimtab.runs.run_folder import CHECKPOINTS, actual_state, find_run
 
-FACTS = "report.json"  # what no other file of the run has: the data card, held-out rows, sample generations
+FACTS = "report.json"  # data that no other file of the run contains: the data card, held-out rows, sample generations
 _COMMENT = re.compile(r"\s+# ")
 _KEY = re.compile(r"(?P<indent> *)(?P<name>[^\s:][^:]*):(?: |$)")
 
@@ -40,7 +40,7 @@ class RunFiles:
         recipe: The values of recipe.yaml.
         curves: The values of metrics.jsonl by name; "time" is when a training step was recorded.
         notes: Remarks in metrics.jsonl: step and text.
-        checkpoints: Its checkpoints, the oldest first.
+        checkpoints: Its checkpoints, oldest first.
         card: trimtab.json of its best model; empty if there is none.
         facts: report.json; empty if there is none.
     """
@@ -161,7 +161,7 @@ def read_recipe(path: Path) -> tuple[RecipeValue, ...]:
 
 
 def _split_comment(line: str) -> tuple[str, str]:
-    """Split a line at its comment: a # in a quoted value starts none, as the part before it is not valid YAML."""
+    """Split a line at its comment; a # inside quotes does not start one: the part before it is not valid YAML."""
     for match in _COMMENT.finditer(line):
         before = line[: match.start()]
         try:

@@ -111,7 +111,7 @@ def _short(count: int) -> str:
 
 
 def _digits(value: float, num_digits: int) -> str:
-    """Return a number with so many digits, or all of those before the point."""
+    """Return a number with this many digits, or with all digits before the decimal point."""
     return f"{value:.{num_digits}g}" if value < 10**num_digits - 0.5 else f"{value:,.0f}"
 
 

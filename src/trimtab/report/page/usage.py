@@ -1,4 +1,4 @@
-"""How to use the model of a run: code that runs without changes."""
+"""How to use the model of a run: code that runs unchanged."""
 
 import json
 import shlex
@@ -49,7 +49,7 @@ def python_code(run: RunFiles) -> str:
 
 
 def pipeline_code(run: RunFiles) -> str:
-    """Return code that needs transformers alone; empty if the model is an adapter, or its task has no pipeline."""
+    """Return code that needs only transformers; empty if the model is an adapter, or its task has no pipeline."""
     pipeline = _PIPELINES.get(str(run.card.get("task")))
     columns = run.card.get("columns", {}).get("text")
     if pipeline is None or not (run.best / "config.json").is_file() or isinstance(columns, list):

@@ -150,7 +150,7 @@ class MlflowServer:
         return str(run.info.run_id)
 
     def log_rows(self, run_id: str, rows: Sequence[Row]) -> list[Row]:
-        """Write metrics; rows that the server has already stay single, as MLflow's primary key is the whole row.
+        """Write metrics; rows that the server already has are not duplicated: MLflow's primary key is the whole row.
 
         Returns:
             Rows that the server does not accept.

@@ -115,7 +115,7 @@ class MlflowTracker:
         self.finish()
         path = self._choose_folder(project_name)
         resumes = self._resume and read_status(path) is not None
-        self._run = RunFolder(path, goes_on=resumes)
+        self._run = RunFolder(path, resumes=resumes)
         params = json.loads(json.dumps(config or {}, default=plain))
         if resumes:
             self._run.resume_own_loop()

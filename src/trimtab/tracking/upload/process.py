@@ -1,4 +1,4 @@
-"""The uploader process, which `tracking/upload/uploader.py` starts: uploads a run until it ends, retrying failures."""
+"""The uploader process, started by `tracking/upload/uploader.py`: uploads a run until it ends, retrying failures."""
 
 import contextlib
 import json
