@@ -261,7 +261,7 @@ def test_sources(tmp_path):
     with pytest.raises(ModelError, match=r"no config\.json \(it is empty\)"):
         load_tokenizer(str(tmp_path / "empty"))
     (tmp_path / "empty" / "adapter_config.json").write_text("{}")
-    with pytest.raises(ModelError, match="an adapter only"):
+    with pytest.raises(ModelError, match="only an adapter"):
         resolve_source(str(tmp_path / "empty"))
 
 
