@@ -12,7 +12,7 @@ from fractions import Fraction
 from trimtab.errors import RecipeError
 
 BYTES_SYNTAX = "a size such as 8GiB, 500MB or a number of bytes"
-SECONDS_SYNTAX = "a length of time such as 90s, 10min, 3h, 1h30m or a number of seconds"
+SECONDS_SYNTAX = "a duration such as 90s, 10min, 3h, 1h30m or a number of seconds"
 SHARE_SYNTAX = "a share between 0 and 1, such as 0.02 or 2%"
 EVERY_SYNTAX = "an interval such as 500 steps, epoch, 2 epochs or 10min"
 
@@ -111,7 +111,7 @@ def parse_seconds(text: str | int | float) -> float:
     sizes = [_SECONDS.get(unit, 0) for _, unit in parts]
     whole = re.fullmatch(rf"(?:{_NUMBER}\s*[a-z]+\s*)+", words)
     if not whole or 0 in sizes or sizes != sorted(set(sizes), reverse=True):
-        raise RecipeError(f"{text!r} is not a length of time", f"write {SECONDS_SYNTAX}")
+        raise RecipeError(f"{text!r} is not a duration", f"write {SECONDS_SYNTAX}")
     return float(sum(Fraction(amount) * size for (amount, _), size in zip(parts, sizes, strict=True)))
 
 

@@ -460,7 +460,7 @@ def test_folders_that_are_none_of_ours(tmp_path):
 
 OTHERS = {
     "shapes": ({"width": 5}, r"0\.(weight|bias)'?s? is .*\[4.*\] in the checkpoint and .*\[5"),
-    "optimizer": ({"optimizer": torch.optim.NAdam}, "of the optimizer AdamW, not NAdam"),
+    "optimizer": ({"optimizer": torch.optim.NAdam}, "with the optimizer AdamW, not NAdam"),
     "number of groups": ({"num_groups": 2}, "has 1 parameter groups, this one 2"),
     "number of models": ({"num_models": 2}, "missing model_1"),
     "number of objects": ({"objects": [Counter()]}, "missing object_1"),

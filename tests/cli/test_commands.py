@@ -500,7 +500,7 @@ def test_mistakes_of_compare_are_found_before_anything_runs(trimtab, bert, own_f
         (("--study", "optimisers"), "did you mean optimizers"),
         (("--vary", "train.lr"), "no key with values"),
         (("--vary", "train.lr=1,2", "--steps", 2), "leave too few to time"),
-        (("--vary", "train.lr=1,2", "--timeout", "soon"), "is not a length of time"),
+        (("--vary", "train.lr=1,2", "--timeout", "soon"), "is not a duration"),
         (("--vary", "train.lr=1,2", "--set", "train.lr=fast"), "train.lr: found 'fast'"),
         (("--vary", "train.lrr=1,2"), "--vary: train.lrr: found 1; no such key; did you mean train.lr?"),
         (("--variants", "wrong.yaml"), "wrong.yaml: train.lrr: found 1; no such key; did you mean train.lr?"),

@@ -80,7 +80,7 @@ def test_from_a_kill_to_a_longer_run(command, fork_server):
     assert code == 0, err
     assert f"skipping step-{newest}: " in err
     assert f"resuming from step-{min(steps)}" in err
-    assert "train.epochs: 2000.0 → 1.0 (takes effect from here on)" in err
+    assert "train.epochs: 2000.0 → 1.0 (takes effect from now on)" in err
     assert "train.log_every: 3 → 5 (does not change results)" in err
 
 

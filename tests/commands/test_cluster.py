@@ -322,7 +322,7 @@ def test_wrong_requests_are_refused(own_folder, tiny, data):
     with pytest.raises(RecipeError, match="--bits 9"):
         ClusterSettings(bits=9)
     done = cluster(source, own_folder / "out", ClusterSettings())
-    with pytest.raises(ModelError, match="clustered already"):
+    with pytest.raises(ModelError, match="already clustered"):
         cluster(done.folder, own_folder / "again", ClusterSettings())
     with pytest.raises(RecipeError, match="decode='never'"):
         load(done.folder, decode="never")

@@ -199,7 +199,7 @@ def test_a_port_that_is_taken():
     [
         (
             {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "x"},
-            "already one of 2, by torchrun or trimtab launch: run the script or `trimtab train` directly",
+            "already one of 2, started by torchrun or trimtab launch: run the script or `trimtab train` directly",
         ),
         (
             {
@@ -210,7 +210,8 @@ def test_a_port_that_is_taken():
                 "SLURM_STEP_NODELIST": "a",
                 "SLURM_JOB_ID": "1",
             },
-            "already one of 2, by srun: run the script or `trimtab train` directly; or srun with --ntasks-per-node=1",
+            "already one of 2, started by srun: run the script or `trimtab train` directly; or srun with "
+            "--ntasks-per-node=1",
         ),
         ({"RANK": "0"}, "the environment: RANK=0 is set, but WORLD_SIZE is not"),
     ],

@@ -248,13 +248,13 @@ def test_the_store_is_gone():
     slow = rank_1()
     assert slow.lose_store(24) is None, "without an error it may be slow"
     fault = slow.lose_store(2)
-    assert fault.startswith("the store of the rendezvous has not answered for")
+    assert fault.startswith("the rendezvous store has not answered for")
     assert "maybe rank 0 (host b, pid 11); last progress: step 14: forward" in fault
     broken = rank_1()
     broken.peers.store_error = "DistNetworkError: Broken pipe"
     assert broken.lose_store(9) is None
-    assert broken.lose_store(1).startswith("the store of the rendezvous")
-    assert find_silent(broken.peers, 1.0).startswith("the store of the rendezvous")
+    assert broken.lose_store(1).startswith("the rendezvous store")
+    assert find_silent(broken.peers, 1.0).startswith("the rendezvous store")
     in_order = rank_1(num_collectives=5, end="exited")
     in_order.peers.store_error = "closed"
     assert in_order.lose_store(100) is None, "rank 0 was the last to need it"

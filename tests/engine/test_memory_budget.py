@@ -276,7 +276,7 @@ def test_the_pool_of_cuda_graphs_is_predicted(monkeypatch, caplog):
 
 
 def test_more_than_there_is_and_unknown_words_are_refused():
-    with pytest.raises(RecipeError, match="memory_budget is 4096.0 TiB, and cpu has"):
+    with pytest.raises(RecipeError, match="memory_budget is 4096.0 TiB, but cpu has"):
         Engine(device="cpu", memory_budget="4096TiB")
     with pytest.raises(RecipeError, match="memory_allow"):
         Engine(device="cpu", memory_budget="1GiB", memory_allow=["4bit"])

@@ -45,7 +45,7 @@ def test_a_lock_that_cannot_be_removed_at_the_end(tmp_path, said, frozen):
         folder.finish("finished")
         (told,) = said()
         assert f"{folder.path / LOCK} cannot be removed: Operation not permitted" in told
-        with pytest.raises(RecipeError, match="holds a"):
+        with pytest.raises(RecipeError, match="contains a"):
             check_free(folder.path)
     RunFolder(folder.path, resumes=True).finish("finished")
 

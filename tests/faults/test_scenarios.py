@@ -320,7 +320,7 @@ SETS = {"sets": ["train.epochs=5", "checkpoint.every=50 steps"]}
 row(
     "a change by --set survives a kill before the next save",
     *(AFTER_33, killed(**RESUME, options=SETS, at={"33": "die"})),
-    finishes("train.epochs: 4.0 → 5.0 (takes effect from here on)", omits=("are used",), **RESUME),
+    finishes("train.epochs: 4.0 → 5.0 (takes effect from now on)", omits=("using the settings",), **RESUME),
     lambda place: status_of(place.run)["step"] == 50,
     like=None,
 )
@@ -334,7 +334,7 @@ row("checkpoints without the settings", AFTER_33, NO_SETTINGS, finishes(**RESUME
 CONSTANT = {"train": {"schedule": "constant", "log_every": 4}}
 SIX_EPOCHS = {"train": CONSTANT["train"] | {"epochs": 6}}
 LONGER = finishes(
-    "train.epochs: 4.0 → 6.0 (takes effect from here on)",
+    "train.epochs: 4.0 → 6.0 (takes effect from now on)",
     "checkpoint.keep: 2 → 3 (does not change results)",
     omits=("train.log_every",),
     **RESUME,

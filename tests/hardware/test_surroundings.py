@@ -40,4 +40,4 @@ def test_the_commit_of_another_repository_is_not_ours(repository):
     folder, _ = repository
     installed = folder / "site-packages"
     installed.mkdir()
-    assert describe_environment("cpu", 1, (), installed)["commit"] == "not known"
+    assert describe_environment("cpu", 1, (), installed)["commit"] == "unknown"

@@ -96,7 +96,7 @@ def test_layers_and_whole_modules_limit_them():
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [
-        ({"dropout": 0.1}, "adapter.dropout is 0.1, which adapters on fused experts do not have"),
+        ({"dropout": 0.1}, "adapter.dropout is 0.1, which adapters on fused experts do not support"),
         ({"dora": True}, "adapter.dora is True"),
         ({"init": "pissa"}, "adapter.init is 'pissa'"),
     ],

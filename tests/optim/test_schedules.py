@@ -108,7 +108,7 @@ def test_pickles_and_resumes(name):
         ({"name": "inverse_sqrt"}, "did you mean inverse-sqrt?", "inverse-sqrt"),
         ({"num_steps": None}, "number of steps", "train.max_steps"),
         ({"num_steps": 0}, "a run of 0 steps", "train.epochs"),
-        ({"warmup_steps": -1}, "train.warmup=-1", "from 0 up"),
+        ({"warmup_steps": -1}, "train.warmup=-1", "of at least 0"),
         ({"name": "noam", "d_model": 8}, "needs a warmup", "train.warmup: 4000"),
         ({"name": "noam", "warmup_steps": 10}, "the width of the model", "hidden_size or d_model"),
     ],

@@ -72,7 +72,7 @@ def test_mistakes_of_all_origins_come_together(tmp_path):
         "  --set: seed: found 'seed' without a value; write --set KEY=VALUE, such as --set train.lr=3e-5",
         "  data.train: required, but missing; allowed: a file, folder, glob or Hub name, as text "
         "(in Python also a dataset or rows)",
-        "  --set: train.max_time: found '1:30', which may be 1h30m or 1m30s; allowed: a length of time such as 90s, "
+        "  --set: train.max_time: found '1:30', which may be 1h30m or 1m30s; allowed: a duration such as 90s, "
         "10min, 3h, 1h30m or a number of seconds, or null",
         "  --batch-size: train.batch_size: found 0; allowed: a whole number from 1",
         "  --set: train.wramup: found 3; no such key; did you mean train.warmup?",

@@ -71,7 +71,7 @@ def test_from_training_to_a_merged_model(train, own_folder, kind, onto):
 
 
 def test_refused_in_a_recipe(train):
-    with pytest.raises(RecipeError, match="adapter.dropout: found 0.1; adapters on fused experts do not have it"):
+    with pytest.raises(RecipeError, match="adapter.dropout: found 0.1; adapters on fused experts do not support it"):
         train({"kind": "lora", "experts": True, "dropout": 0.1})
     with pytest.raises(RecipeError, match="adapter.experts: found true; no effect on ia3"):
         train({"kind": "ia3", "experts": True})

@@ -319,7 +319,7 @@ def test_models_without_such_a_module_are_refused(name):
             module.activation_dropout = 0.1
     technique = SequenceTiles()
     assert technique.values(case_of(recipe(), model)) == ("none",)
-    with pytest.raises(RecipeError, match="have no MLP of their own"):
+    with pytest.raises(RecipeError, match="have no separate MLP"):
         technique.values(case_of(recipe(tile_tokens=512), model))
 
 

@@ -99,9 +99,7 @@ def source_of(recipe: Recipe) -> _Source:
     if found.trust_remote_code:
         say("model.trust_remote_code is on: Python code from the model's repository is executed")
     if tokenizer is None:
-        raise RecipeError(
-            "model.tokenizer is missing: a config alone has none", "set it to a Hub name, a folder, or train"
-        )
+        raise RecipeError("model.tokenizer is required with model.config", "set it to a Hub name, a folder, or train")
     return _Source(named, tokenizer, found.trust_remote_code)
 
 

@@ -40,7 +40,7 @@ def find_start_point(recipe: Recipe, resume: bool | str, fresh: bool) -> StartPo
         RecipeError: The folder is in use, or the recipe is not that of the run to resume.
     """
     if resume and fresh:
-        raise RecipeError("--resume and --fresh were both given", "leave one of them out")
+        raise RecipeError("--resume and --fresh were both given", "pass only one of them")
     job = restarted_job_id()
     path = _folder_of(recipe, bool(resume), job)
     run = find_run(path)
@@ -120,7 +120,7 @@ def _compare(path: Path, settings: dict[str, Any] | None, recipe: Recipe) -> lis
     before = with_moved_paths(before, directory_of(path))
     found = differences(with_absolute_paths(before), with_absolute_paths(recipe))
     for difference in found:
-        effect = "does not change results" if difference.is_harmless else "takes effect from here on"
+        effect = "does not change results" if difference.is_harmless else "takes effect from now on"
         say(f"{difference} ({effect})")
     return found
 

@@ -33,7 +33,7 @@ _PIPE_WIDTH = 10_000  # width of a table that is not printed to a terminal: each
 def set_verbosity(quiet: bool, json_lines: bool) -> str:
     """Return the progress mode that the flags select; with `--quiet`, also silence the log below errors."""
     if quiet and json_lines:
-        raise RecipeError("--quiet and --json were both given", "leave one of them out")
+        raise RecipeError("--quiet and --json were both given", "pass only one of them")
     if quiet:
         logger.addHandler(logging.NullHandler())  # without a handler, the first message would install a visible one
         logger.setLevel(logging.ERROR)

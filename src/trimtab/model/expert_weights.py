@@ -77,6 +77,6 @@ def refuse_settings(dropout: float, dora: bool, init: str | None) -> None:
     for key, value in found.items():
         if value is not None:
             raise RecipeError(
-                f"adapter.{key} is {value!r}, which adapters on fused experts do not have (adapter.experts: true)",
+                f"adapter.{key} is {value!r}, which adapters on fused experts do not support (adapter.experts: true)",
                 f"leave adapter.{key} or adapter.experts out",
             )

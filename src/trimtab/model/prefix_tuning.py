@@ -64,8 +64,8 @@ class PrefixCache(Cache):
 def _with_prefix(prefix: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
     if (prefix.shape[1], prefix.shape[3]) != (states.shape[1], states.shape[3]):
         raise RecipeError(
-            f"adapter: prefix has {prefix.shape[1]} heads of width {prefix.shape[3]}, as the config of the model says, "
-            f"and a block has {states.shape[1]} of width {states.shape[3]}",
+            f"adapter: prefix has {prefix.shape[1]} heads of width {prefix.shape[3]}, according to the model's "
+            f"config, but a block has {states.shape[1]} of width {states.shape[3]}",
             "adapter: prompt or lora",
         )
     return torch.cat([prefix.to(states.dtype), states], dim=-2)

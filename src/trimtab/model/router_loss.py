@@ -61,7 +61,7 @@ def _coefficient(model: Any, term: str, names: tuple[str, ...]) -> float:
                 return float(found)
     raise LossError(
         f"{type(model).__name__} returns {term}, but has no coefficient for it in {' or '.join(names)}",
-        "output_router_logits: false in the model's config, or pass your own loss function",
+        "set output_router_logits: false in the model's config, or pass your own loss function",
     )
 
 
@@ -86,6 +86,6 @@ def _explain_absence(model: Any) -> None:
         raise LossError(
             f"the config of {name} requests the auxiliary loss of its routers (output_router_logits), but the model "
             "does not return it when called without labels: the routers would be trained without that loss",
-            "output_router_logits: false in the model's config, or your own training loop with trimtab.Engine",
+            "set output_router_logits: false in the model's config, or use your own loop with trimtab.Engine",
         )
     log_info_once(f"{name} has no auxiliary loss for its routers: output_router_logits has no effect on its training")

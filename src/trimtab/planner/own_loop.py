@@ -153,9 +153,9 @@ class OwnLoop:
 
     def _limits(self, engine: Engine, step: OwnStep, optimizer: torch.optim.Optimizer, target: Target) -> Iterator[str]:
         """Limits of the prediction, for the log."""
-        yield "the micro-batch size stays that of the loop"
+        yield "the loop's own micro-batch size is kept"
         if step.has_loss:
-            yield "work of the loop besides model(**batch).loss, and evaluation, is not predicted"
+            yield "only model(**batch).loss is predicted, not other computation in the loop, nor evaluation"
         else:
             yield "the loss, which the model does not compute from these batches, and evaluation are not predicted"
         if step.is_captured:

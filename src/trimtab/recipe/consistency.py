@@ -148,7 +148,7 @@ def _in_adapter(adapter: "AdapterSettings") -> Iterator[Mistake]:
     if adapter.experts:
         for name in ("dropout", "dora", "init"):
             if (value := getattr(adapter, name)) != _default(adapter, name):
-                text = f"found {shown(value)}; adapters on fused experts do not have it; leave one of them out"
+                text = f"found {shown(value)}; adapters on fused experts do not support it; leave one of them out"
                 yield _mistake(f"adapter.{name}", text, "adapter.experts")
     if base is not None and adapter.dora:
         text = f"found true; PEFT cannot read base weights in {base}; leave one of them out"
@@ -242,10 +242,10 @@ def _in_the_rest(recipe: "Recipe") -> Iterator[Mistake]:
         yield _mistake("early_stopping", text, "data.eval", "data.eval_share", "limits.overfit_batches")
     best, metric = recipe.checkpoint.best, recipe.evaluate.metric
     if isinstance(best, str) and metric not in (None, best):
-        text = f"found {best}; evaluate.metric is {metric}; only one metric can choose; leave one of them out"
+        text = f"found {best}; evaluate.metric is {metric}; one metric chooses the best model; leave one of them out"
         yield _mistake("checkpoint.best", text, "evaluate.metric")
     if recipe.out is not None and recipe.name is not None:
-        text = f"found {shown(recipe.name)}; out already is the path of the run's folder; leave one of them out"
+        text = f"found {shown(recipe.name)}; out is already the path of the run's folder; leave one of them out"
         yield _mistake("name", text, "out")
 
 

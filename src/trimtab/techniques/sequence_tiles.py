@@ -54,8 +54,8 @@ class SequenceTiles(Technique):
             return (self.off, *_TILES) if is_possible else (self.off,)
         if not is_possible:
             raise RecipeError(
-                f"{_KEY}: the blocks of {type(case.model).__name__} have no MLP of their own that works on each token "
-                "alone (experts, or layers without a module around them, or with dropout between them)",
+                f"{_KEY}: the blocks of {type(case.model).__name__} have no separate MLP that processes each token "
+                "independently (they have experts, no module around the layers, or dropout between them)",
                 f"{_KEY}: none",
             )
         return (asked,)

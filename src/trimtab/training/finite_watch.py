@@ -55,10 +55,12 @@ class FiniteWatch:
 
 def explain_nonfinite(step: int, rows: str, has_fp16: bool, good: str) -> str:
     """Explain to the user why a loss may not be finite; `rows` is a file, `good` describes the last good checkpoint."""
-    precision = "train.precision: bf16 or fp32" if has_fp16 else "train.max_grad_norm: 1.0, or fewer large values"
+    precision = (
+        "train.precision: bf16 or fp32" if has_fp16 else "train.max_grad_norm: 1.0, or smaller values in the data"
+    )
     return (
         f"the loss or the gradients of step {step} are not finite. The rows of that step are in {rows}\n"
-        "  likely causes, and what to try:\n"
+        "  likely causes and fixes:\n"
         "  1. the learning rate is too high or rises too fast: train.lr, train.warmup\n"
         f"  2. values too large for the precision: {precision}\n"
         "  3. rows that cannot be learned from (empty, broken, without labels): look at that file; "

@@ -168,7 +168,7 @@ def _store_lost(peers: Peers, wait: Wait, limit_s: float) -> str | None:
 def _store_text(peers: Peers) -> str:
     silent = format_seconds(round(peers.store_silent_s))
     owner = next((f", maybe {peer.title}; {peer.last}" for peer in peers.all if peer.rank == 0), "")
-    return f"the store of the rendezvous has not answered for {silent}: its process is gone or stopped{owner}"
+    return f"the rendezvous store has not answered for {silent}: its process is gone or stopped{owner}"
 
 
 def _silent_text(peer: Peer) -> str:

@@ -164,12 +164,12 @@ def _recompute(value: Any, section: Mapping[str, Any]) -> Answer:
     word = str(value).lower()
     if word != "unsloth" and not word.startswith("offload"):
         return written({"memory.gradient_checkpointing": "all" if is_on(value) else "none"})
-    note = "the nearest: in host memory, not on disk" if word == "offload_disk" else ""
+    note = "closest equivalent: in host memory, not on disk" if word == "offload_disk" else ""
     return written({"memory.gradient_checkpointing": "all", "memory.offload_activations": "all"}, note)
 
 
 def _offload(value: Any, section: Mapping[str, Any]) -> Answer:
-    note = "the nearest: in host memory, not on disk" if value == "disk" else ""
+    note = "closest equivalent: in host memory, not on disk" if value == "disk" else ""
     return written({"memory.offload_activations": "none" if value is False else "all"}, note)
 
 
@@ -259,7 +259,7 @@ _HF_NAMES = (
 )
 _MLFLOW = "runs are tracked in MLflow (track.uri); `trimtab ui` shows them"
 _CHOSEN = omit("memory.attention_backend: auto chooses the kernel, flash attention where it runs")
-_SPEED = omit("for speed alone; memory.kernels and train.compile choose fused kernels")
+_SPEED = omit("only affects speed; memory.kernels and train.compile choose fused kernels")
 
 AXOLOTL: dict[str, Rule] = {
     **{name: HF_TRAINER[name] for name in _HF_NAMES},
@@ -369,7 +369,7 @@ AXOLOTL: dict[str, Rule] = {
         NOT_YET,
     ),
     **all_of("loss_watchdog_threshold loss_watchdog_patience", lose("train.on_nan acts on losses that are not finite")),
-    "unfrozen_parameters": lose("train.freeze takes patterns of what is frozen"),
+    "unfrozen_parameters": lose("train.freeze takes patterns of the modules to freeze"),
     **all_of("tokens added_tokens_overrides", lose("add them to the tokenizer, save it, and write model.tokenizer")),
     **all_of("qat quantization", lose("`trimtab quantize` quantizes after training")),
     **all_of(

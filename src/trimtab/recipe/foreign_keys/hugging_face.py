@@ -70,7 +70,7 @@ def lora_init(value: Any, section: Mapping[str, Any]) -> Answer:
     """Convert PEFT's `init_lora_weights`: true or a word, pissa with a number of iterations."""
     word = str(value).lower()
     ours = "pissa-fast" if word.startswith("pissa_niter") else word if word in ("pissa", "olora") else "zero"
-    note = "" if is_on(value) or ours != "zero" else "the nearest"
+    note = "" if is_on(value) or ours != "zero" else "closest equivalent"
     settings = {"adapter.kind": "lora", "adapter.init": ours}
     return written(settings, note, f"adapter: {{kind: lora, init: {ours}}}")
 

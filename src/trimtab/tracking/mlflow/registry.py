@@ -168,7 +168,7 @@ def _server(uri: str | None) -> Iterator[tuple["MlflowClient", str]]:
         except MlflowException as error:
             failure = describe_failure(error, address)
             if failure.is_gone:
-                raise ModelError(failure.words, "list what exists: trimtab ui") from error
+                raise ModelError(failure.words, "see what exists: trimtab ui") from error
             cure = failure.cure or "start it, or use another: --uri ADDRESS, MLFLOW_TRACKING_URI, or track.uri"
             raise ModelError(f"the tracking server did not respond: {failure.words}", cure) from error
 
