@@ -271,6 +271,7 @@ def test_exit_code_75_at_the_time_limit(trimtab, bert):
     done = trimtab(*limited, "--out", "run")
     assert done.code == 75
     assert "time limit after 1 steps" in done.out
+    assert done.out.endswith("\nnext: trimtab resume run\n")
     status = json.loads(Path("run/run.json").read_text())
     assert (status["state"], status["step"]) == ("stopped", 1)
     assert Path("run/best/model.safetensors").is_file()
@@ -377,7 +378,7 @@ def test_check_prints_the_schema(trimtab):
 
 
 def test_runs(trimtab, trained):
-    assert trimtab("runs", "nowhere").out == "no runs below nowhere\n"
+    assert trimtab("runs", "nowhere").out == "no runs below nowhere; of another folder: trimtab runs FOLDER\n"
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
     killed = json.loads(Path("trained/run.json").read_text()) | {"state": "running", "pid": dead.pid, "step": 1}

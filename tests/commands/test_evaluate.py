@@ -102,6 +102,9 @@ def test_messages_name_options(model, own_folder, trimtab_command):
     code, out, err = trimtab_command("evaluate", model, unknown, "--out", unknown)
     assert (code, out) == (2, ""), "before anything is evaluated"
     assert "unknown.csv is a file" in err
+    code, out, err = trimtab_command("evaluate", model, renamed, "--text", "t", "--label", "y1", "--out", ".")
+    assert (code, out) == (2, ""), "before anything is evaluated"
+    assert "contains other files, which the evaluation would replace" in err
 
 
 def test_many_labels_are_shown_as_confusions(data, own_folder):

@@ -225,6 +225,7 @@ def test_names_and_directions():
     ("kind", "name", "hint"),
     [
         ("cross-entropy", "acuracy", "did you mean 'accuracy'"),
+        ("cross-entropy", "acc", "did you mean 'accuracy'"),
         ("binary-cross-entropy", "mcc", "for this task"),
         ("token-cross-entropy", "accuracy", "did you mean 'token_accuracy'"),
         ("mse", "f1", "use one of loss, mse, mae, pearson"),

@@ -197,8 +197,8 @@ def flip_a_weight(path):
     path.write_bytes(content)
 
 
-def in_best(damage):
-    return lambda place: damage(place.run / "best/model.safetensors")
+def in_best(damage, name="model.safetensors"):
+    return lambda place: damage(place.run / "best" / name)
 
 
 def remove_best(place):
@@ -226,6 +226,8 @@ AGAIN = finishes("it was written again from step-5", **RESUME, from_step=30)
 row("the best model is cut off", AFTER_30, in_best(cut_in_half), AGAIN, changes=SAVED)
 row("the best model is changed", AFTER_30, in_best(flip_a_weight), AGAIN, changes=SAVED)
 row("the best model is without weights", AFTER_30, in_best(Path.unlink), AGAIN, changes=SAVED)
+row("the best model is without config", AFTER_30, in_best(Path.unlink, "config.json"), AGAIN, changes=SAVED)
+row("its tokenizer is cut off", AFTER_30, in_best(cut_in_half, "tokenizer.json"), AGAIN, changes=SAVED)
 row("the best model is missing", AFTER_30, remove_best, AGAIN, changes=SAVED)
 NO_CHECKSUMS = forget("run", also=["best_files"])
 row("the checksums are not known", AFTER_30, NO_CHECKSUMS, in_best(cut_in_half), AGAIN, changes=SAVED)

@@ -126,6 +126,11 @@ def test_no_store_and_no_server(own_folder):
     with pytest.raises(RecipeError, match="there is no tracking store .*runs/mlflow.db"):
         rank_runs("imdb")
     assert not any(own_folder.iterdir()), "looking makes nothing"
+    Path("elsewhere").mkdir()
+    Path("elsewhere/mlflow.db").touch()
+    with pytest.raises(RecipeError) as missing:
+        rank_runs("imdb")
+    assert missing.value.cure.startswith("--uri sqlite:///elsewhere/mlflow.db;")
     uri = f"http://127.0.0.1:{free_port()}"
     with pytest.raises(ModelError, match=f"did not respond.*{uri}") as failure:  # left alone, mlflow tries for minutes
         rank_runs("imdb", uri=uri)

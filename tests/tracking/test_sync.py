@@ -121,6 +121,12 @@ def test_the_page_of_a_server_is_its_own(trimtab_command, monkeypatch):
     assert (code, "http://host:5000" in out, "s3cr3t" in out + err) == (0, True, False)
 
 
+def test_a_port_that_does_not_exist(trimtab_command, monkeypatch):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "postgresql://127.0.0.1/runs")
+    code, _, err = trimtab_command("ui", "--port", 99999)
+    assert (code, "port 99999 does not exist" in err) == (2, True)
+
+
 @pytest.mark.slow
 def test_a_page_that_cannot_start_says_why(trimtab_command, monkeypatch):
     """No database answers there, and its password is neither shown nor on a command line."""

@@ -4,11 +4,10 @@ It reads configs, tokenizers and descriptions of datasets, but neither rows nor 
 """
 
 from collections.abc import Callable, Iterator
-from difflib import get_close_matches
 from typing import Any
 
 from trimtab.build.tracked_model import find_tracked_model
-from trimtab.data.metrics import metrics_of_task
+from trimtab.data.metrics import metrics_of_task, near_metrics
 from trimtab.data.sources import check_source
 from trimtab.errors import UserError
 from trimtab.model.load import check_config, load_config, load_tokenizer
@@ -56,7 +55,7 @@ def _in_metrics(recipe: Recipe) -> Iterator[Mistake]:
     allowed = metrics_of_task(recipe.task)
     for key, name in named.items():
         if name is not None and name not in allowed:
-            near = get_close_matches(name, allowed, n=1)
+            near = near_metrics(name, allowed)
             hint = f"; did you mean {near[0]}?" if near else "; custom metrics need fit(…, metrics=…)"
             task = f" for task {recipe.task}" if recipe.task else ""
             text = f"found {shown(name)}; no such metric{task}; allowed: {', '.join(allowed)}{hint}"

@@ -235,7 +235,7 @@ def weight_checksums(folder: str | os.PathLike[str]) -> dict[str, str]:
 
 
 def find_export_problem(folder: str | os.PathLike[str], checksums: Mapping[str, str] | None = None) -> str:
-    """Return the problem with the weight files of an exported model; empty if there is none.
+    """Return the problem with the files of an exported model; empty if there is none.
 
     Args:
         folder: The folder that `export_model` wrote.
@@ -260,6 +260,11 @@ def find_export_problem(folder: str | os.PathLike[str], checksums: Mapping[str, 
             return f"{path} is damaged: {error}"
         if checksums is not None and checksum_of(path) != checksums.get(name):
             return f"{path} is damaged: its checksum does not match"
+    for path in sorted(place.glob("*.json")):
+        try:
+            json.loads(path.read_bytes())
+        except (OSError, ValueError) as error:
+            return f"{path} is damaged: {error}"
     return ""
 
 

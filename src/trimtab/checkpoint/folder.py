@@ -31,7 +31,7 @@ def atomic_folder(folder: str | os.PathLike[str], *, marker: str | None, what: s
     """
     target = Path(folder).resolve()  # write through a symbolic link, do not replace the link
     restore_interrupted(target)
-    _refuse_foreign(target, marker, what)
+    refuse_foreign(target, marker, what)
     clear_leftovers(target.parent, target.name)
     temporary = _temporary(target, "writing")
     shutil.rmtree(temporary, ignore_errors=True)
@@ -143,7 +143,12 @@ def _is_in_use(temporary: Path) -> bool:
     return match is not None and was_running_at(int(match["pid"]), temporary.stat().st_ctime)
 
 
-def _refuse_foreign(target: Path, marker: str | None, what: str) -> None:
+def refuse_foreign(target: Path, marker: str | None, what: str) -> None:
+    """Refuse a target that `atomic_folder` would refuse: for commands that work for long before they write.
+
+    Raises:
+        CheckpointError: The target is a file, or a folder with other files.
+    """
     if target.exists() and not target.is_dir():
         raise CheckpointError(f"{target} is a file, so no {what} can be written there", "choose a folder")
     if marker is not None and target.exists() and not (target / marker).exists() and any(target.iterdir()):

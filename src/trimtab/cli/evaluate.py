@@ -10,7 +10,7 @@ import typer
 
 from trimtab.cli.options import Device, Json
 from trimtab.cli.output import show_table, shown
-from trimtab.errors import DataError, RecipeError
+from trimtab.errors import DataError
 
 if TYPE_CHECKING:
     from trimtab.commands.evaluate import EvaluationResult
@@ -38,10 +38,10 @@ def evaluate(
     """Evaluate a model on labelled rows: metrics with intervals, confusion matrix, worst rows."""
     from trimtab.commands.evaluate import evaluate_model
     from trimtab.commands.evaluate import track as track_evaluation
-    from trimtab.report.evaluation import write_evaluation
+    from trimtab.report.evaluation import check_evaluation_folder, write_evaluation
 
-    if out is not None and out.is_file():  # checked before an evaluation that may take long
-        raise RecipeError(f"--out {out} is a file", "choose a folder")
+    if out is not None:  # checked before an evaluation that may take long
+        check_evaluation_folder(out)
     columns = {"text": _one_or_list(text), "label": _one_or_list(label)}
     try:
         with shown(quiet=False, json_lines=as_json):

@@ -91,7 +91,9 @@ def show_table(header: Sequence[str], rows: Iterable[Sequence[str]], *, to_stder
 
 
 def show_result(result: "Result") -> None:
-    """Print the metrics, duration and peak memory of a run, and where its best model is."""
+    """Print the metrics, duration and peak memory of a run, where its files are, and what to do next."""
+    from trimtab.checkpoint.export import read_facts
+
     fit = result.fit
     rows = [(name, f"{value:.4f}") for name, value in fit.metrics.items()]
     if fit.best_metric is not None:
@@ -105,7 +107,15 @@ def show_result(result: "Result") -> None:
         rows.append(("skipped fp16 steps", str(fit.num_skipped)))
     if result.best is not None:
         rows.append(("best model", str(result.best)))
+    if (result.folder / "report.html").exists():
+        rows.append(("report", str(result.folder / "report.html")))
     show_table(("", ""), rows)
+    if fit.interruption:
+        typer.echo(f"\nnext: trimtab resume {result.folder}")
+    elif result.best is not None and result.best.exists():
+        is_masked = read_facts(result.best).get("task") == "masked-lm"  # it predicts nothing about a text
+        command = "trimtab evaluate {}" if is_masked else 'trimtab predict {} --text "…"'
+        typer.echo(f"\nnext: {command.format(result.folder)}")
 
 
 def show_demo(result: "Result") -> None:
@@ -150,7 +160,7 @@ def show_plans(survey: "Survey", *, as_json: bool) -> None:
 def show_runs(runs: Sequence["RunSummary"], root: Path) -> None:
     """Print a table of runs, newest first."""
     if not runs:
-        typer.echo(f"no runs below {root}")
+        typer.echo(f"no runs below {root}; of another folder: trimtab runs FOLDER")
         return
     rows = []
     for run in runs:

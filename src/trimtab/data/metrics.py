@@ -356,7 +356,12 @@ def _ratio(numerator: float, denominator: float, *, empty: float = 0.0) -> float
     return numerator / denominator if denominator else empty
 
 
+def near_metrics(name: str, allowed: Sequence[str]) -> list[str]:
+    """Return the metrics that a wrong name may mean, the likeliest first."""
+    return [metric for metric in allowed if metric.startswith(name)] or get_close_matches(name, allowed, n=1)
+
+
 def _no_metric(name: str, allowed: Sequence[str], where: str) -> RecipeError:
-    near = get_close_matches(name, allowed, n=1)
+    near = near_metrics(name, allowed)
     hint = f" (did you mean {near[0]!r}?)" if near else ""
     return RecipeError(f"there is no metric {name!r}{where}{hint}", f"use one of {', '.join(allowed)}")

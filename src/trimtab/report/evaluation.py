@@ -7,7 +7,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from trimtab.checkpoint.folder import atomic_folder
+from trimtab.checkpoint.folder import atomic_folder, refuse_foreign
 from trimtab.inference.bootstrap import PairedDifference
 from trimtab.inference.evaluate import EvaluatedRow, Evaluation
 from trimtab.report.tables import Table
@@ -89,6 +89,11 @@ def as_dict(
         content["against"] = against.as_dict()
         content["differences"] = {name: asdict(each) for name, each in differences.items()}
     return content
+
+
+def check_evaluation_folder(folder: Path) -> None:
+    """Refuse a folder with other files; called before an evaluation that may take long."""
+    refuse_foreign(folder, JSON_FILE, "evaluation")
 
 
 def write_evaluation(

@@ -10,6 +10,7 @@ from trimtab.checkpoint.store import find_checkpoint_problem, read_manifest
 from trimtab.engine.engine import Engine
 from trimtab.errors import CheckpointError
 from trimtab.log import say
+from trimtab.model.hub import is_adapter
 from trimtab.optim.schedules import copy_shapes, reshape
 from trimtab.runs.run_folder import CHECKPOINTS, find_run
 from trimtab.runs.start_point import StartPoint
@@ -80,6 +81,8 @@ def _why_best_is_damaged(run: Path, checkpoint: Path) -> str:
         step = read_facts(best).get("step")
     except CheckpointError as error:
         return error.problem
+    if best.is_dir() and not (best / "config.json").is_file() and not is_adapter(best):
+        return f"{best / 'config.json'} is missing"
     saved = read_manifest(checkpoint).facts.get("run", {})
     checksums = [status.get("best_files") or {} for status in (find_run(run) or {}, saved)]
     return find_export_problem(

@@ -155,9 +155,10 @@ def _server(uri: str | None) -> Iterator[tuple["MlflowClient", str]]:
     check_address(address)
     path = sqlite_file(address)
     if path is not None and not path.is_file():  # MLflow would create it
+        others = [*Path().glob(path.name), *sorted(Path().glob(f"*/{path.name}"))]  # of runs with an --out of their own
+        cure = f"--uri sqlite:///{others[0]}" if others else "train something first"
         raise RecipeError(
-            f"there is no tracking store {path}",
-            "train something first; or --uri ADDRESS, or MLFLOW_TRACKING_URI, for a server",
+            f"there is no tracking store {path}", f"{cure}; or --uri ADDRESS, or MLFLOW_TRACKING_URI, for a server"
         )
     with mlflow_environment(), quiet_package("mlflow"):
         from mlflow import MlflowClient

@@ -112,3 +112,5 @@ def _check_port(port: int) -> None:
             probe.bind(("127.0.0.1", port))
         except OSError as error:
             raise RecipeError(f"port {port} cannot be used: {error.strerror}", f"--port {port + 1}") from error
+        except OverflowError as error:
+            raise RecipeError(f"port {port} does not exist", "--port 5000; ports are numbers up to 65535") from error
