@@ -24,7 +24,6 @@ _UNITS = ((_GIB, "GiB"), (_MIB, "MiB"), (_KIB, "KiB"))
 _NAMELESS = {
     "weights": "buffer for weights from host memory",
     "optimizer state": "buffer for state from host memory",
-    "logits and loss": "loss",
 }
 _OPS = {"_to_copy": "cast to another dtype", "compiled.fused": "fused kernel"}
 _SHORT = {"forward": "fwd", "backward": "bwd", "optimizer": "opt"}  # where there is little room
@@ -322,7 +321,7 @@ def _tensors_table(record: StepRecord, peak: Moment, *, is_only: bool) -> str:
 
 def _name(group: LikeTensors) -> str:
     if not group.name:
-        return _NAMELESS.get(group.part, "no module")
+        return "loss" if group.part == "logits and loss" else _NAMELESS.get(group.part, "no module")
     return f"<code>{escape(group.name)}</code>"
 
 

@@ -35,6 +35,7 @@ figure { margin: 0.75rem 0 0; break-inside: avoid; }
   cursor: zoom-in; }
 .stages button:last-child { justify-content: flex-end; }
 .stages button:hover, .stages .alone { color: var(--text); }
+.stages button[hidden] { display: none; }
 .stages .alone { cursor: zoom-out; }
 .stages b, .stages i { font-weight: 400; font-style: normal; }
 .stages b { margin: 0 auto; }
@@ -112,10 +113,11 @@ for (const plot of document.querySelectorAll(".plot[data-points]")) {
     begin = from; end = to;
     svg.setAttribute("viewBox", [width * begin, 0, width * (end - begin), box.height].join(" "));
     for (const stage of stages) {
-      const [first, last] = [stage.dataset.begin, stage.dataset.end].map(at => Math.max(0, Math.min(1, place(+at))));
+      const from = +stage.dataset.begin, to = +stage.dataset.end;
+      const [first, last] = [from, to].map(at => Math.max(0, Math.min(1, place(at))));
       stage.style.left = 100 * first + "%"; stage.style.width = 100 * (last - first) + "%";
-      stage.hidden = +stage.dataset.begin >= end || +stage.dataset.end < begin;
-      stage.classList.toggle("alone", +stage.dataset.begin === begin && +stage.dataset.end === end);
+      stage.hidden = from === to ? from < begin || from > end : to <= begin || from >= end;
+      stage.classList.toggle("alone", from === begin && to === end);
     }
     peak.style.left = 100 * place(data.at[data.peak]) + "%";
     if (data.seconds) times.forEach((text, number) => {
