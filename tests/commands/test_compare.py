@@ -69,6 +69,8 @@ def test_vary_is_every_combination():
     mapped = combine_values(["memory.gradient_checkpointing=none,{every: 2},{layers: [0, -1]}"])
     assert [variant.name for variant in mapped] == ["none", "every: 2", "layers: [0, -1]"]
     assert mapped[2].changes == {"memory.gradient_checkpointing": {"layers": [0, -1]}}
+    vague = combine_values(["adapter=lora,none", "memory.budget=8GiB", "train.precision=bf16"])
+    assert [variant.name for variant in vague] == [f"adapter {kind} + budget 8GiB + bf16" for kind in ("lora", "none")]
     assert len({variant.name for variant in combine_values(["train.precision=bf16,bf16"])}) == 2
 
 

@@ -77,6 +77,26 @@ def test_a_file_that_cannot_be_written_is_said_so(trimtab_command, own_folder, r
     code, _, err = trimtab_command("memory", "recipe.yaml", "--gpu", "t4", "--length", 16, "--out", "taken/page.html")
     assert code == 2
     assert "taken/page.html cannot be written" in err
+    assert trimtab_command("memory", "recipe.yaml", "--gpu", "t4", "--length", 16, "--snapshot", ".")[0] == 2
+    assert not (own_folder / "memory.html").exists(), "refused before anything is computed"
+
+
+def test_a_page_replaces_a_page_and_nothing_else(trimtab_command, own_folder, recipe):
+    words = ("memory", "recipe.yaml", "--gpu", "t4", "--length", 16, "--quiet")
+    assert trimtab_command(*words)[0] == trimtab_command(*words)[0] == 0
+    before = recipe.read_text()
+    code, _, err = trimtab_command(*words, "--out", "recipe.yaml")
+    assert code == 2
+    assert "recipe.yaml exists and is not a report" in err
+    assert recipe.read_text() == before
+
+
+def test_a_step_that_does_not_fit_is_drawn_and_ends_with_exit_code_3(trimtab_command, own_folder, recipe):
+    code, out, err = trimtab_command("memory", "recipe.yaml", "--gpu", "t4", "--length", 64, "--memory", "800MiB")
+    assert code == 3
+    assert "memory.html written" in out
+    assert "does not fit" in err
+    assert "does not fit" in (own_folder / "memory.html").read_text()
 
 
 @pytest.mark.slow

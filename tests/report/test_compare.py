@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from dataclasses import asdict, replace
 
 import pytest
@@ -214,5 +215,6 @@ def test_a_comparison_as_a_page():
     assert '"name":"bf16 \\u003cb>","color":1,"points":[[10,null],[20,1.5]]' in page
     assert page.count('title="optimizer state: 4.0 GiB"') == 2
     assert "<b>" not in page
+    assert re.findall(r"<dt>(.*?)</dt><dd>(.*?)<small>", page)[1] == ("least memory", "bf16 &lt;b&gt;")
     nothing = comparison_page(comparison(outcome("fp32", failure="x")), "nothing ran")
     assert "no variant ran" in nothing

@@ -1,4 +1,4 @@
-"""The charts of a report in a real browser: hover, zoom, log scale, legend and arrow keys."""
+"""Pages in a real browser: hover, zoom, log scale, legend and arrow keys."""
 
 import html
 import json
@@ -8,8 +8,10 @@ import subprocess
 
 import pytest
 
+from trimtab.report.memory_page import MemoryPage, render_memory_page
 from trimtab.report.page.charts import places, training_charts
 from trimtab.report.page.document import document
+from trimtab.report.step_record import Allocation, StepRecord
 
 BROWSER = next(filter(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome")), None)
 CURVES = {
@@ -64,18 +66,23 @@ document.body.append(result);
 """
 
 
+def shown_after(page, actions, tmp_path):
+    """What a page shows after some actions."""
+    path = tmp_path / "report.html"
+    path.write_text(page.replace("</body>", f"<script>{actions}</script></body>"))
+    command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
+    done = subprocess.run(
+        [*command, "--window-size=1000,2000", "--dump-dom", path.as_uri()], capture_output=True, text=True, timeout=300
+    )
+    return json.loads(html.unescape(re.search(r'<pre id="result">(.*?)</pre>', done.stdout, re.DOTALL)[1]))
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(BROWSER is None, reason="needs Chromium or Chrome")
 def test_what_a_reader_does_with_a_chart(tmp_path):
     charts = training_charts([("", CURVES)])
     page = document("a run", places(charts), charts)
-    path = tmp_path / "report.html"
-    path.write_text(page.replace("</body>", f"<script>{ACTIONS}</script></body>"))
-    command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
-    done = subprocess.run(
-        [*command, "--window-size=1000,2000", "--dump-dom", path.as_uri()], capture_output=True, text=True, timeout=300
-    )
-    found = json.loads(html.unescape(re.search(r'<pre id="result">(.*?)</pre>', done.stdout, re.DOTALL)[1]))
+    found = shown_after(page, ACTIONS, tmp_path)
     assert found["errors"] == []
     assert (min(found["steps"]), max(found["steps"])) == (20, 100)
     assert 40 <= int(re.match(r"step (\d+)\ntraining", found["tip"])[1]) <= 60
@@ -94,3 +101,32 @@ def test_what_a_reader_does_with_a_chart(tmp_path):
     )
     assert "values ≤ 0 are not drawn" in found["rate"]
     assert found["single"] == "7.25"
+
+
+LOOK_AT_A_STAGE = """
+const found = {};
+const stages = [...document.querySelectorAll(".stages button")];
+const visible = () => stages.filter((stage) => !stage.hidden).map((stage) => stage.title.split(":")[0]);
+const times = () => [...document.querySelectorAll(".times span")].map((text) => text.textContent);
+found.whole = [visible(), times()];
+stages[1].click();
+found.alone = [visible(), times()];
+stages[1].click();
+found.again = [visible(), times()];
+const result = document.createElement("pre");
+result.id = "result";
+result.textContent = JSON.stringify(found);
+document.body.append(result);
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(BROWSER is None, reason="needs Chromium or Chrome")
+def test_a_stage_of_a_memory_page_alone(tmp_path):
+    allocations = (Allocation(2**20, "weights", "w"), Allocation(2**20, "activations", "a", "mm", 0, 2))
+    stages = (("forward", 0), ("backward", 1), ("optimizer", 3))
+    record = StepRecord("predicted", "t4", allocations, times=(1.0, 2.0, 3.0, 4.0), stages=stages)
+    found = shown_after(render_memory_page(MemoryPage("A step", [record])), LOOK_AT_A_STAGE, tmp_path)
+    assert found["whole"] == [["forward", "backward", "optimizer"], ["0", "1.00 s", "2.00 s", "3.00 s", "4.00 s"]]
+    assert found["alone"] == [["backward"], ["1.00 s", "1.50 s", "2.00 s", "2.50 s", "3.00 s"]]
+    assert found["again"] == found["whole"]

@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 import pytest
 
 from trimtab.report.memory_page import MemoryPage, describe_peak, describe_tensors, render_memory_page
-from trimtab.report.step_record import Allocation, StepRecord
+from trimtab.report.step_record import Allocation, LikeTensors, StepRecord
 
 MIB = 2**20
 HOSTILE = '</script><script>alert("1")</script>&'
@@ -80,14 +80,15 @@ def test_the_points_are_the_moments():
     assert data["parts"][data["peak"]][0] == 300
     assert max(map(sum, data["parts"])) == 500
     assert data["stages"] == ["forward", "backward"]
-    assert len(data["at"]) == len(data["stage"]) == len(data["time"]) == len(data["parts"])
+    assert len(data["at"]) == len(data["stage"]) == len(data["parts"])
 
 
 def test_parts_of_the_table_add_up_to_the_peak():
     text = render_memory_page(MemoryPage("A step", [record()]))
     table = text.partition("Parts at the peak")[2].partition("</table>")[0]
-    sizes = [float(size) for size in re.findall(r"([\d.]+) MiB", table)]
-    assert sizes == [300, 200, 500, 850]
+    sizes = [float(size) for size in re.findall(r">([\d.]+)</td>", table)]
+    assert sizes == [0.29, 0.2, 0.49, 0.83, 1.32], "in the unit of the largest: the last one is what a plan shows"
+    assert "predicted, GiB" in table
 
 
 def test_measured_is_compared_with_predicted():
@@ -123,7 +124,26 @@ def test_a_single_moment_is_a_bar():
 
 def test_the_peak_in_words():
     words = describe_peak(record(), record().peak())
-    assert words == "500.0 MiB allocated at the peak, in forward, 50% into the step (10 ms of 20 ms)"
+    assert (
+        words
+        == "500.0 MiB allocated at the peak, in forward, 50% into the step (10 ms of 20 ms); 1.32 GiB needed in all"
+    )
     (first, second, *_) = record().largest(1, 9)
     assert describe_tensors(first) == "300.0 MiB: weights, model.weight"
     assert describe_tensors(second) == "2 × 100.0 MiB = 200.0 MiB: activations, model.layers.*.up, mm"
+
+
+def test_every_stage_is_marked_however_short():
+    text = render_memory_page(
+        MemoryPage("A step", [record(stages=(("forward", 0), ("backward", 2), ("optimizer", 3)))])
+    )
+    stages = re.findall(r'data-begin="([\d.]+)" data-end="([\d.]+)" title="(\w+)', text)
+    assert [name for *_, name in stages] == ["forward", "backward", "optimizer"]
+    assert text.count('class="border"') == 2
+
+
+def test_tensors_without_a_module_say_what_they_are():
+    buffer = LikeTensors("", "empty", "weights", MIB, 2)
+    assert describe_tensors(buffer) == "2 × 1.0 MiB = 2.0 MiB: weights, buffer for weights from host memory"
+    cast = LikeTensors("model.norm", "_to_copy", "activations", MIB, 1)
+    assert describe_tensors(cast) == "1.0 MiB: activations, model.norm, cast to another dtype"

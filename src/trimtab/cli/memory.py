@@ -7,7 +7,7 @@ import typer
 
 from trimtab.cli.options import DataSource, Device, EvalSource, Model, Quiet, RecipeFile, Sets, Task, load
 from trimtab.cli.output import set_verbosity
-from trimtab.errors import RecipeError
+from trimtab.errors import DoesNotFit, RecipeError
 
 
 def memory(
@@ -34,23 +34,24 @@ def memory(
     quiet: Quiet = False,
 ) -> None:
     """Draw the memory of one training step, by part, over time."""
-    from trimtab.commands.memory import draw_memory, write_page, write_snapshot
+    from trimtab.commands.memory import check_targets, draw_memory, write_page, write_snapshot
 
     set_verbosity(quiet, False)
     if gpu is not None and device is not None:
         raise RecipeError(
             "--gpu and --device cannot be used together", "pass --gpu for a GPU that is not in this machine"
         )
+    check_targets(out, snapshot)
     source = data if length is None else "none"  # with a fixed length no data is read, but a recipe must name some
     flags = {"model": model, "data.train": source, "data.eval": eval_data, "task": task, "memory.budget": budget}
     picture = draw_memory(load(recipe, sets, flags).recipe, gpu=gpu, device=device, length=length, measures=measure)
     write_page(picture.page, out)
     if snapshot is not None:
         write_snapshot(picture.snapshot, snapshot)
-    if quiet:
-        return
-    for line in picture.summary():
-        typer.echo(line)
-    if not picture.fits:
-        typer.echo("This is the smallest plan, and it does not fit; trimtab plan shows what would.")
-    typer.echo(f"{out} written" + ("" if snapshot is None else f", and {snapshot} for https://pytorch.org/memory_viz"))
+    if not quiet:
+        for line in picture.summary():
+            typer.echo(line)
+        viewer = "" if snapshot is None else f", and {snapshot} for https://pytorch.org/memory_viz"
+        typer.echo(f"{out} written{viewer}")
+    if picture.page.problem:
+        raise DoesNotFit(picture.page.problem)

@@ -3,8 +3,12 @@
 Nothing is written: the weights that two or three steps change are discarded.
 """
 
+import contextlib
 import math
+import os
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from trimtab.build.engine import build_engine
@@ -55,13 +59,28 @@ def measure_step(recipe: Recipe, device: str | None) -> MeasuredStep:
     is_named = spec[Compilation.key] == Compilation.off
     watch = MemoryWatch(parts.model, parts.optimizer, engine.device, names_modules=is_named)
     num_micro = min(2, math.ceil(recipe.train.batch_size / run.plan.global_micro_batch))
-    for number in range(_NUM_BEFORE + 1):
-        if number == _NUM_BEFORE:
-            watch.start()
-        _step(parts, num_micro, recipe.train.max_grad_norm, is_captured=captures(spec))
-    record = watch.stop_and_record()
+    step = partial(_step, parts, num_micro, recipe.train.max_grad_norm, is_captured=captures(spec))
+    for _ in range(_NUM_BEFORE):
+        step()
+    with _stderr_discarded():  # torch's profiler prints its starts, stops and blocks that it does not know
+        watch.start()
+        step()
+        record = watch.stop_and_record()
     engine.free_memory()
     return MeasuredStep(spec, record, None if watch.history is None else dict(watch.history.snapshot))
+
+
+@contextlib.contextmanager
+def _stderr_discarded() -> Iterator[None]:
+    """Discard what C++ code writes to stderr."""
+    kept = os.dup(2)
+    try:
+        with open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
 
 
 def _step(parts: TrainingParts, num_micro: int, max_grad_norm: float | None, *, is_captured: bool) -> None:

@@ -1,5 +1,6 @@
 """`trimtab memory`: draw the memory of one training step, predicted and, on a GPU, measured."""
 
+import os
 import pickle
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -7,12 +8,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from trimtab.checkpoint.disk_errors import cure_for_os_error
 from trimtab.commands.measured_step import MeasuredStep, measure_step
+from trimtab.commands.report import refuse_other_file
 from trimtab.errors import DoesNotFit, RecipeError
 from trimtab.garbage_collection import gc_disabled
 from trimtab.hardware.inventory import find_device
 from trimtab.hardware.memory import is_out_of_memory
 from trimtab.log import muted
+from trimtab.planner.decide import explain_failure
 from trimtab.planner.memory_picture import page_of, predicted_record, predicted_snapshot
 from trimtab.planner.survey import planner_on
 from trimtab.planner.trace.thread_patches import one_plan_at_a_time
@@ -31,12 +35,10 @@ class MemoryPicture:
     Attributes:
         page: The page: the prediction, and the measurement if there is one.
         snapshot: The dictionary of `torch.cuda.memory._snapshot`: measured if possible, else predicted.
-        fits: Whether the predicted step fits into the budget.
     """
 
     page: MemoryPage
     snapshot: dict[str, Any]
-    fits: bool
 
     @property
     def records(self) -> Sequence[StepRecord]:
@@ -109,14 +111,32 @@ def _picture(
         planner, _ = planner_on(recipe, recipe.memory.budget, gpu, device, length)
     if measured is None:
         ladder = planner.choose()
-        spec, fits = (ladder.chosen or ladder.smallest).spec, ladder.chosen is not None
-        records, snapshot = [], None
+        spec, records, snapshot = (ladder.chosen or ladder.smallest).spec, [], None
+        too_large = "" if ladder.chosen is not None else explain_failure(planner, ladder.smallest)
     else:
-        spec, fits, records, snapshot = measured.spec, True, [measured.record], measured.snapshot
+        spec, records, snapshot, too_large = measured.spec, [measured.record], measured.snapshot, ""
     page = page_of(planner, spec, [predicted_record(planner, spec), *records])
-    if problem:
-        page = replace(page, notes=[problem, *page.notes])
-    return MemoryPicture(page, snapshot or predicted_snapshot(planner, spec), fits)
+    page = replace(page, problem=too_large, notes=[problem, *page.notes] if problem else page.notes)
+    return MemoryPicture(page, snapshot or predicted_snapshot(planner, spec))
+
+
+def check_targets(page: Path, snapshot: Path | None) -> None:
+    """Check that the files can be written, before anything is computed: the page replaces a page and nothing else.
+
+    Raises:
+        RecipeError: A file is a folder, cannot be written, or would replace something else.
+    """
+    refuse_other_file(page)
+    for path, option in ((page, "--out"), (snapshot, "--snapshot")):
+        if path is None:
+            continue
+        if path.is_dir():
+            raise RecipeError(f"{path} is a folder", f"{option} takes the name of a file")
+        nearest = next((folder for folder in path.absolute().parents if folder.exists()), Path("/"))
+        if not nearest.is_dir() or not os.access(nearest, os.W_OK):
+            raise RecipeError(
+                f"{path} cannot be written: {nearest} is not a writable folder", f"choose another {option}"
+            )
 
 
 def write_page(page: MemoryPage, path: Path) -> None:
@@ -134,4 +154,5 @@ def _write(path: Path, contents: bytes) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(contents)
     except OSError as error:
-        raise RecipeError(f"{path} cannot be written: {error.strerror}", "choose another file") from error
+        cure = cure_for_os_error(error, "choose another file")
+        raise RecipeError(f"{path} cannot be written: {error.strerror or error}", cure) from error

@@ -37,7 +37,7 @@ def write_page(runs: Sequence[Path], out: Path | None = None) -> Path:
     target = out or (runs[0] / PAGE if len(runs) == 1 else Path(PAGE))
     if target.is_dir():
         target = target / PAGE
-    _refuse_other_file(target)
+    refuse_other_file(target)
     write_text(target, text)
     return target
 
@@ -59,14 +59,18 @@ def write_text(target: Path, text: str) -> None:
         raise RecipeError(f"{target} cannot be written: {error.strerror or error}", cure) from error
 
 
-def _refuse_other_file(target: Path) -> None:
-    """Refuse to replace any file that is not a report."""
+def refuse_other_file(target: Path) -> None:
+    """Refuse to replace any file that is not a page of trimtab.
+
+    Raises:
+        RecipeError: The file exists and is not a page of trimtab.
+    """
     try:
         with target.open(encoding="utf-8", errors="replace") as file:
             if MARK not in file.read(2000):
                 raise RecipeError(f"{target} exists and is not a trimtab report", "choose another --out")
-    except FileNotFoundError:
-        return
+    except (FileNotFoundError, NotADirectoryError):
+        return  # reported when the page is written
     except OSError as error:
         raise RecipeError(f"{target} cannot be read: {error.strerror or error}", "choose another --out") from error
 

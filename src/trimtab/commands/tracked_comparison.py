@@ -57,4 +57,4 @@ def _results(outcome: Outcome) -> Results:
     if outcome.failure:
         params["failure"] = outcome.failure
     curves = {"training_loss": outcome.runs[0].losses} if outcome.runs else {}
-    return Results(outcome.name, params, metrics, curves=curves)
+    return Results(outcome.name, params, metrics, curves=curves, has_failed=bool(outcome.failure))

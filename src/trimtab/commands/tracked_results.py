@@ -32,6 +32,7 @@ class Results:
         files: Files to upload.
         parts: Results that become runs below this one.
         curves: Values by step.
+        has_failed: Whether the run is shown as failed.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Results:
     files: Sequence[Path] = ()
     parts: Sequence["Results"] = field(default=())
     curves: Mapping[str, Sequence[tuple[int, float]]] = field(default_factory=dict)
+    has_failed: bool = False
 
 
 def track_results(model: str, facts: Mapping[str, Any], results: Results) -> str:
@@ -99,7 +101,7 @@ def _log(server: MlflowServer, experiment_id: str, results: Results, parent: str
         server.log_file(run_id, file)
     for part in results.parts:
         _log(server, experiment_id, part, run_id)
-    server.set_status(run_id, "FINISHED")
+    server.set_status(run_id, "FAILED" if results.has_failed else "FINISHED")
     return run_id
 
 

@@ -14,6 +14,7 @@ from trimtab.recipe.yaml_text import as_yaml, read_value, read_yaml
 from trimtab.report.compare import Variant
 from trimtab.report.studies import STUDIES, build_study
 
+_VAGUE = ("none", "off", "on", "auto", "all")
 _EXPECTED = "write the variants as a mapping: {name: {key: value}}"
 
 
@@ -52,7 +53,7 @@ def combine_values(texts: Sequence[str], num_sampled: int | None = None, seed: i
     keys = [axis[0][0] for axis in axes]
     if len(set(keys)) < len(keys):
         raise RecipeError(f"--vary has {max(keys, key=keys.count)} twice", "pass all its values together: KEY=a,b,c")
-    bare = {axis[0][0] for axis in axes if all(isinstance(value, str | Mapping) for _, value in axis)}
+    bare = {axis[0][0] for axis in axes if all(_means_something(value, len(axes) == 1) for _, value in axis)}
     grid = itertools.product(*axes) if num_sampled is None else _sample(axes, num_sampled, seed)
     variants = [Variant(_name(chosen, bare), dict(chosen)) for chosen in grid]
     names = [variant.name for variant in variants]
@@ -93,6 +94,13 @@ def split_values(text: str) -> list[str]:
         else:
             values[-1] += letter
     return [value.strip() for value in values if value.strip()]
+
+
+def _means_something(value: Any, is_only_key: bool) -> bool:
+    """Whether a value names a variant without its key: "bf16" does, a number does not, "none" only if nothing else."""
+    if not isinstance(value, str):
+        return isinstance(value, Mapping)
+    return is_only_key or not (value in _VAGUE or value[:1].isdigit())
 
 
 def _name(chosen: Sequence[tuple[str, Any]], bare: set[str]) -> str:

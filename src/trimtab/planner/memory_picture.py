@@ -53,13 +53,17 @@ def page_of(planner: RecipePlanner, spec: StepSpec, records: Sequence[StepRecord
         "plan": words_of(spec),
         "micro-batch": batch,
     }
-    notes = [target.note] if target.note else []
+    notes = [f"{target.note[:1].upper()}{target.note[1:]}."] if target.note else []
     if num_micro > 2:
         notes.append("Two micro-batches are drawn: every later one needs what the second one needs.")
     if captures(spec):
         notes.append("Micro-batches run as CUDA graphs; the picture shows them while they are captured.")
     if any(record.source == "measured" for record in records):
         notes.append("Times of a measured step include the time of the recording.")
+    notes.append(
+        "Drag over a picture or press the name of a stage to look closer, and double-click for the whole step. The "
+        "limit is the budget less the memory outside the allocator."
+    )
     notes.append(
         "Predicted times add up single operations. Activations are what forward saves for backward; temporaries are "
         "workspaces, gradients of activations and the batch."

@@ -9,14 +9,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 
-from trimtab.report.memory_page_assets import SCRIPT, STYLE, css_name
+from trimtab import __version__
+from trimtab.report.memory_page_assets import SCRIPT, STYLE
+from trimtab.report.page.document import MARK
+from trimtab.report.part_colors import css_name
 from trimtab.report.step_record import ALLOCATED, LikeTensors, Moment, StepRecord
 from trimtab.units import format_bytes
 
-_NUM_POINTS = 320
+_NUM_POINTS = 800  # more than a screen has, for a closer look
 _NUM_TENSORS = 15
 _WIDTH, _HEIGHT = 1000, 400  # size of the picture in its own coordinates; it is stretched to the page
-_MIB, _GIB = 2**20, 2**30
+_KIB, _MIB, _GIB = 2**10, 2**20, 2**30
+_UNITS = ((_GIB, "GiB"), (_MIB, "MiB"), (_KIB, "KiB"))
+_NAMELESS = {
+    "weights": "buffer for weights from host memory",
+    "optimizer state": "buffer for state from host memory",
+}
+_OPS = {"_to_copy": "cast to another dtype", "compiled.fused": "fused kernel"}
 _SHORT = {"forward": "fwd", "backward": "bwd", "optimizer": "opt"}  # if there is little space
 
 
@@ -30,6 +39,7 @@ class MemoryPage:
         facts: Facts about the step, by name: model, device, plan …
         limit_bytes: Bytes that may be allocated: the budget minus memory outside the allocator; None if unknown.
         notes: Sentences below the pictures.
+        problem: What is wrong with the step, above the pictures; empty if it fits.
     """
 
     title: str
@@ -37,13 +47,14 @@ class MemoryPage:
     facts: Mapping[str, str] = field(default_factory=dict)
     limit_bytes: int | None = None
     notes: Sequence[str] = ()
+    problem: str = ""
 
 
 def render_memory_page(page: MemoryPage) -> str:
     """Return the page as HTML, without references to external files."""
     peaks = [record.peak() for record in page.records]
     highest = max(peak.num_bytes for peak in peaks)
-    shown_limit = page.limit_bytes if page.limit_bytes is not None and page.limit_bytes <= 1.6 * highest else None
+    shown_limit = page.limit_bytes if page.limit_bytes and page.limit_bytes <= 1.6 * highest else None
     scale = _Scale(max(highest, shown_limit or 0), shown_limit)
     pairs = list(zip(page.records, peaks, strict=True))
     pictures = [_picture(record, peak, scale, number) for number, (record, peak) in enumerate(pairs)]
@@ -53,6 +64,7 @@ def render_memory_page(page: MemoryPage) -> str:
         [
             f"<h1>{escape(page.title)}</h1>",
             f"<dl>{facts}</dl>" if facts else "",
+            f'<p class="problem">{escape(page.problem)}</p>' if page.problem else "",
             *pictures,
             "<h2>Parts at the peak</h2>",
             _comparison(page.records, peaks),
@@ -64,6 +76,7 @@ def render_memory_page(page: MemoryPage) -> str:
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f'{MARK} {escape(__version__)}">\n'
         f"<title>{escape(page.title)}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n{body}\n"
         f"<script>{SCRIPT}</script>\n</body>\n</html>\n"
     )
@@ -77,20 +90,30 @@ def describe_peak(record: StepRecord, peak: Moment) -> str:
     share = f"{peak.position:.0%} into the step"
     if record.is_timed:
         share += f" ({_seconds(peak.position * record.seconds)} of {_seconds(record.seconds)})"
-    return f"{size} allocated at the peak, in {peak.stage}, {share}"
+    needed = _needed(record, peak)
+    unit = _unit(needed)
+    whole = f"; {_number(needed, unit)} {unit[1]} needed in all" if record.beyond else ""
+    return f"{size} allocated at the peak, in {peak.stage}, {share}{whole}"
+
+
+def _needed(record: StepRecord, peak: Moment) -> int:
+    """Bytes that the step needs in all, which `trimtab plan` shows."""
+    return peak.num_bytes + sum(record.beyond.values())
 
 
 def describe_tensors(group: LikeTensors) -> str:
     """One line about tensors of one kind."""
     size = format_bytes(group.num_bytes)
     each = f"{group.count} × {size} = {format_bytes(group.total_bytes)}" if group.count > 1 else size
-    where = ", ".join(text for text in (group.name, _op(group)) if text)
+    where = ", ".join(text for text in (group.name or _NAMELESS.get(group.part, ""), _op(group)) if text)
     return f"{each}: {group.part}" + (f", {where}" if where else "")
 
 
 def _op(group: LikeTensors) -> str:
     """The operation that characterizes a tensor: not the one that filled optimizer state with zeros."""
-    return group.op if group.part in ("activations", "logits and loss", "temporaries") else ""
+    if group.part not in ("activations", "logits and loss", "temporaries"):
+        return ""
+    return _OPS.get(group.op, group.op)
 
 
 # ---------------------------------------------------------------------- one record
@@ -107,7 +130,7 @@ class _Scale:
     def __init__(self, highest: int, limit: int | None) -> None:
         self.limit = limit
         self._top = 1.12 * max(highest, 1)
-        rough = self._top / 5
+        rough = self._top / 6
         power = 2 ** math.floor(math.log2(rough))
         base = _GIB if self._top >= 2 * _GIB else _MIB if self._top >= 2 * _MIB else 1024
         steps = [base * mantissa * 10**exponent for exponent in range(-2, 5) for mantissa in (1, 2, 5)]
@@ -159,6 +182,7 @@ def _plot(record: StepRecord, moments: Sequence[Moment], peak: Moment, scale: _S
         *_shades(spans),
         *(f'<path class="grid" d="M0 {scale.y(tick)}H{_WIDTH}"/>' for tick in scale.ticks[1:]),
         *_areas(moments, scale),
+        *(f'<path class="border" d="M{_WIDTH * begin:.1f} 0V{_HEIGHT}"/>' for _, begin, _ in spans[1:]),
     ]
     if scale.limit is not None:
         svg.append(f'<path class="limit" d="M0 {scale.y(scale.limit)}H{_WIDTH}"/>')
@@ -175,7 +199,7 @@ def _plot(record: StepRecord, moments: Sequence[Moment], peak: Moment, scale: _S
         f'<figure><div class="frame"><div class="stages">{_stage_labels(spans)}</div>'
         f'<div class="heights">{heights}</div>'
         f'<div class="plot" tabindex="0" data-points="{points}">{"".join(svg)}</svg>{"".join(labels)}'
-        f'<div class="cursor"></div><div class="tip"></div></div>'
+        f'<div class="chosen"></div><div class="cursor"></div><div class="tip"></div></div>'
         f'<div class="times">{_time_labels(record)}</div></div></figure>'
         f'<script type="application/json" id="{points}">{_points(record, moments, peak)}</script>'
     )
@@ -183,7 +207,7 @@ def _plot(record: StepRecord, moments: Sequence[Moment], peak: Moment, scale: _S
 
 def _areas(moments: Sequence[Moment], scale: _Scale) -> list[str]:
     """One area for each part, as steps; the parts below it are the lower edge."""
-    xs = [0.0, *(round(_WIDTH * moment.position, 1) for moment in moments[1:]), _WIDTH]
+    xs = [0.0, *(round(_WIDTH * moment.position, 2) for moment in moments[1:]), _WIDTH]
     lower = [0] * len(moments)
     areas = []
     for part in ALLOCATED:
@@ -191,7 +215,7 @@ def _areas(moments: Sequence[Moment], scale: _Scale) -> list[str]:
         if upper != lower:
             there = _steps(xs, [scale.y(value) for value in upper])
             back = _steps([_WIDTH - x for x in reversed(xs)], [scale.y(value) for value in reversed(lower)])
-            returned = [(round(_WIDTH - x, 1), y) for x, y in back]
+            returned = [(round(_WIDTH - x, 2), y) for x, y in back]
             areas.append(f'<path class="area {css_name(part)}" d="{_path([*there, *returned])}Z"/>')
         lower = upper
     return areas
@@ -226,9 +250,11 @@ def _shades(spans: Sequence[tuple[str, float, float]]) -> list[str]:
 
 
 def _stage_labels(spans: Sequence[tuple[str, float, float]]) -> str:
+    """The names of the stages; a press on one shows it alone, and another one the whole step."""
     return "".join(
-        f'<span style="left: {100 * begin:.2f}%; width: {100 * (end - begin):.2f}%" title="{escape(name)}">'
-        f"<b>{escape(name)}</b><i>{escape(_SHORT.get(name, name[:3]))}</i></span>"
+        f'<button type="button" style="left: {100 * begin:.2f}%; width: {100 * (end - begin):.2f}%" '
+        f'data-begin="{begin:.5f}" data-end="{end:.5f}" title="{escape(name)}: show it alone, or the whole step again">'
+        f"<b>{escape(name)}</b><i>{escape(_SHORT.get(name, name[:3]))}</i></button>"
         for name, begin, end in spans
     )
 
@@ -254,8 +280,8 @@ def _points(record: StepRecord, moments: Sequence[Moment], peak: Moment) -> str:
         "names": list(ALLOCATED),
         "stages": stages,
         "peak": next((index for index, moment in enumerate(moments) if moment.change == peak.change), 0),
-        "at": [round(moment.position, 4) for moment in moments],
-        "time": [_seconds(moment.position * record.seconds) if record.is_timed else "" for moment in moments],
+        "at": [round(moment.position, 5) for moment in moments],
+        "seconds": record.seconds if record.is_timed else 0,
         "stage": [stages.index(moment.stage) for moment in moments],
         "parts": [[round(moment.parts[part] / _MIB, 2) for part in ALLOCATED] for moment in moments],
     }
@@ -275,11 +301,12 @@ def _seconds(seconds: float) -> str:
 
 def _tensors_table(record: StepRecord, peak: Moment, *, is_only: bool) -> str:
     rows = []
+    unit = _unit(peak.num_bytes)
     for group in record.largest(peak.change, _NUM_TENSORS):
         each = f"{group.count} × {format_bytes(group.num_bytes)}" if group.count > 1 else ""
         detail = ", ".join(text for text in (group.part, _op(group), each) if text)
         rows.append(
-            f'<tr class="{css_name(group.part)}"><td class="number">{format_bytes(group.total_bytes)}</td>'
+            f'<tr class="{css_name(group.part)}"><td class="number">{_number(group.total_bytes, unit)}</td>'
             f'<td><div class="named"><span class="swatch"></span><span>{_name(group)}<br>'
             f"<small>{escape(detail)}</small></span></div></td></tr>"
         )
@@ -287,15 +314,25 @@ def _tensors_table(record: StepRecord, peak: Moment, *, is_only: bool) -> str:
     return (
         f"<h2>Largest tensors at the peak{escape(which)}</h2>\n"
         '<p class="muted">Tensors of equal blocks are in one row; * is the number of the block.</p>\n'
-        '<table class="tensors"><thead><tr><th class="number">size</th><th>module or parameter</th></tr></thead>'
+        f'<table class="tensors"><thead><tr><th class="number">{unit[1]}</th><th>module or parameter</th></tr></thead>'
         f"<tbody>{''.join(rows)}</tbody></table>"
     )
 
 
 def _name(group: LikeTensors) -> str:
-    if group.name:
-        return f"<code>{escape(group.name)}</code>"
-    return "loss" if group.part == "logits and loss" else "no module"
+    if not group.name:
+        return "loss" if group.part == "logits and loss" else _NAMELESS.get(group.part, "no module")
+    return f"<code>{escape(group.name)}</code>"
+
+
+def _unit(largest: int) -> tuple[int, str]:
+    """The unit of all numbers of a table, so that they can be compared and added up."""
+    return next((unit for unit in _UNITS if largest >= unit[0]), _UNITS[-1])
+
+
+def _number(num_bytes: int, unit: tuple[int, str]) -> str:
+    number = num_bytes / unit[0]
+    return f"{number:,.2f}" if number >= 0.01 or not num_bytes else "< 0.01"
 
 
 def _comparison(records: Sequence[StepRecord], peaks: Sequence[Moment]) -> str:
@@ -309,17 +346,23 @@ def _comparison(records: Sequence[StepRecord], peaks: Sequence[Moment]) -> str:
 
 
 def _parts_table(records: Sequence[StepRecord], peaks: Sequence[Moment]) -> str:
-    heads = "".join(f'<th class="number">{escape(record.source)}</th>' for record in records)
-    rows = []
-    for part in ALLOCATED:
-        sizes = [peak.parts.get(part, 0) for peak in peaks]
-        if any(sizes):
-            cells = "".join(f'<td class="number">{format_bytes(size)}</td>' for size in sizes)
-            rows.append(f'<tr class="{css_name(part)}"><td><span class="swatch"></span>{escape(part)}</td>{cells}</tr>')
-    cells = "".join(f'<td class="number">{format_bytes(peak.num_bytes)}</td>' for peak in peaks)
-    rows.append(f'<tr class="sum"><td>allocated</td>{cells}</tr>')
-    for name in dict.fromkeys(name for record in records for name in record.beyond):
-        found = [record.beyond.get(name) for record in records]
-        cells = "".join(f'<td class="number">{"" if size is None else format_bytes(size)}</td>' for size in found)
-        rows.append(f"<tr><td>{escape(name)}</td>{cells}</tr>")
+    pairs = list(zip(records, peaks, strict=True))
+    unit = _unit(max(_needed(record, peak) for record, peak in pairs))
+
+    def row(name: str, sizes: Sequence[int | None], css: str) -> str:
+        cells = "".join(f'<td class="number">{"" if size is None else _number(size, unit)}</td>' for size in sizes)
+        return f'<tr class="{css}"><td>{name}</td>{cells}</tr>'
+
+    rows = [
+        row(f'<span class="swatch"></span>{escape(part)}', [peak.parts.get(part, 0) for peak in peaks], css_name(part))
+        for part in ALLOCATED
+        if any(peak.parts.get(part) for peak in peaks)
+    ]
+    rows.append(row("allocated", [peak.num_bytes for peak in peaks], "sum"))
+    beyond = list(dict.fromkeys(name for record in records for name in record.beyond))
+    rows += [row(escape(name), [record.beyond.get(name) for record in records], "") for name in beyond]
+    if beyond:
+        sums = [_needed(record, peak) if record.beyond else None for record, peak in pairs]
+        rows.append(row("needed in all", sums, "sum"))
+    heads = "".join(f'<th class="number">{escape(record.source)}, {unit[1]}</th>' for record in records)
     return f"<table><thead><tr><th>part</th>{heads}</tr></thead><tbody>{''.join(rows)}</tbody></table>"

@@ -5,16 +5,9 @@ from typing import Any
 
 from trimtab.report.anatomy import PARTS
 from trimtab.report.compare import Comparison, Outcome
+from trimtab.report.part_colors import LIGHT
 from trimtab.report.tables import unit_of
 
-# Parts that live through a step are blue, transient ones are warm colors, overhead is grey.
-_COLORS = dict(
-    zip(
-        PARTS,
-        ("#1f4e79", "#2e86c1", "#85c1e9", "#e67e22", "#c0392b", "#f5cba7", "#d5d8dc", "#909497"),
-        strict=True,
-    )
-)
 _INCHES_A_BAR = 0.42
 _LINES = ("-", "--", ":")
 
@@ -48,11 +41,11 @@ def _draw_memory(axes: Any, ran: list[Outcome], unit: int, unit_name: str) -> No
         for part, size in parts.items():
             if size:
                 label = part if part not in shown else None
-                axes.barh(place, size / unit, left=at, color=_COLORS[part], label=label, height=0.7)
+                axes.barh(place, size / unit, left=at, color=LIGHT[part], label=label, height=0.7)
                 shown.add(part)
                 at += size / unit
         if outcome.anatomy is None and outcome.memory is not None:
-            axes.barh(place, outcome.memory.median / unit, color=_COLORS["temporaries"], height=0.7)
+            axes.barh(place, outcome.memory.median / unit, color=LIGHT["temporaries"], height=0.7)
     axes.set_yticks(range(len(ran)), [outcome.name for outcome in ran])
     axes.invert_yaxis()
     axes.set_xlabel(f"memory at the peak of a step, {unit_name}")
@@ -65,7 +58,7 @@ def _draw_speed(axes: Any, ran: list[Outcome]) -> None:
         if speed is not None:
             beyond = [[speed.median - speed.low], [speed.high - speed.median]]
             axes.barh(place, speed.median, xerr=beyond, color="#7d8f69", ecolor="#333333", capsize=3, height=0.7)
-    axes.set_xlabel(f"{number}; error bars: minimum and maximum of the runs")
+    axes.set_xlabel(f"{number}\n(error bars: minimum and maximum of the runs)")
 
 
 def _draw_losses(axes: Any, ran: list[Outcome]) -> None:

@@ -138,7 +138,7 @@ class StepRecord:
             end = 1.0 if following is None else self._time(following[1] - 1) / whole
             if spans and spans[-1][0] == name:
                 spans[-1] = name, spans[-1][1], end
-            elif end > begin or first == 0:
+            elif end > begin or first == 0 or following is None:  # the optimizer may take no time that counts
                 spans.append((name, begin, end))
         return spans
 

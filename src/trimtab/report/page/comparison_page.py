@@ -7,9 +7,9 @@ from trimtab.recipe.yaml_text import as_yaml
 from trimtab.report.anatomy import PARTS
 from trimtab.report.compare import Comparison
 from trimtab.report.page.charts import chart, places
-from trimtab.report.page.document import bars, document, escape, fold, navigation, paragraph, section, table
+from trimtab.report.page.document import bars, document, escape, fold, navigation, paragraph, section, table, tiles
 from trimtab.report.page.memory_bars import memory_bars
-from trimtab.report.tables import anatomy_table, main_table, notes
+from trimtab.report.tables import anatomy_table, main_table, notes, unit_of
 from trimtab.report.verdict import verdict
 
 
@@ -29,9 +29,31 @@ def comparison_page(comparison: Comparison, title: str) -> str:
         ("recipe", "Recipe", table(["key", "value"], _flat(comparison.recipe), "kv")),
     ]
     state = "" if comparison.is_complete else '<span class="state stopped">stopped</span>'
-    body = [f"<h1>{escape(title)}{state}</h1>", paragraph(verdict(comparison)), navigation(titled)]
+    body = [f"<h1>{escape(title)}{state}</h1>", paragraph(verdict(comparison)), _best(comparison), navigation(titled)]
     body += [section(*parts) for parts in titled]
     return document(f"{title} – trimtab", "\n".join(part for part in body if part), charts)
+
+
+def _best(comparison: Comparison) -> str:
+    """Return the fastest variant, the smallest and the one with the lowest loss; empty if fewer than two ran."""
+    ran = [outcome for outcome in comparison.outcomes if outcome.runs]
+    if len(ran) < 2:
+        return ""
+    unit, unit_name = unit_of(comparison)
+    speeds = [(outcome, spread) for outcome in ran if (spread := outcome.spread("samples/s")) is not None]
+    sizes = [(outcome, spread) for outcome in ran if (spread := outcome.memory) is not None]
+    losses = [(outcome, spread) for outcome in ran if (spread := outcome.spread("loss")) is not None]
+    facts = []
+    if speeds:
+        outcome, spread = max(speeds, key=lambda pair: pair[1].median)
+        facts.append(("fastest", outcome.name, f"{spread.written(1)} samples/s"))
+    if sizes:
+        outcome, spread = min(sizes, key=lambda pair: pair[1].median)
+        facts.append(("least memory", outcome.name, f"{spread.written(2, unit)} {unit_name}"))
+    if losses:
+        outcome, spread = min(losses, key=lambda pair: pair[1].median)
+        facts.append(("lowest training loss", outcome.name, spread.written(4)))
+    return tiles(facts)
 
 
 def _memory(comparison: Comparison) -> str:

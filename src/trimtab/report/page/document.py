@@ -9,6 +9,7 @@ from importlib.resources import files
 from typing import Any
 
 from trimtab import __version__
+from trimtab.report.part_colors import PART_COLORS
 
 PAGE = "report.html"  # its name in the folder of a run or of a comparison
 MARK = '<meta name="generator" content="trimtab'  # the text by which a report is recognized
@@ -39,7 +40,7 @@ def document(title: str, body: str, charts: Sequence[Mapping[str, Any]] = (), *,
         f'<!doctype html>\n<html lang="en"{watch}>\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f'{MARK} {escape(__version__)}">\n<link rel="icon" href="data:,">\n'
-        f"<title>{escape(title)}</title>\n<style>\n{css}</style>\n</head>\n<body>\n<main>\n{body}\n"
+        f"<title>{escape(title)}</title>\n<style>\n{PART_COLORS}{css}</style>\n</head>\n<body>\n<main>\n{body}\n"
         f"<footer>Written by trimtab {escape(__version__)}.</footer>\n</main>\n"
         f'<script type="application/json" id="chart-data">{script_json({"charts": list(charts)})}</script>\n'
         f"<script>\n{js}</script>\n</body>\n</html>\n"
