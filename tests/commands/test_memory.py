@@ -87,7 +87,7 @@ def test_a_page_replaces_a_page_and_nothing_else(trimtab_command, own_folder, re
     before = recipe.read_text()
     code, _, err = trimtab_command(*words, "--out", "recipe.yaml")
     assert code == 2
-    assert "recipe.yaml exists and is not a report" in err
+    assert "recipe.yaml exists and is not a trimtab report" in err
     assert recipe.read_text() == before
 
 

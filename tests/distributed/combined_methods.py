@@ -155,7 +155,7 @@ def forward_backward_is_backward():
 
 
 def cuda_graphs_need_one_process():
-    with pytest.raises(PrepareError, match="one process, and 2 train together"):
+    with pytest.raises(PrepareError, match="one process only, not with 2"):
         Engine(cpu=True, cuda_graphs=True).prepare(Tagger())
 
 

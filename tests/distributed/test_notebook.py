@@ -114,7 +114,7 @@ def test_what_cannot_be_launched(own_folder, monkeypatch):
         trimtab.launch(lambda: next(held))
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(RecipeError, match="rank 1 of 2, which is already a launched process"):
+    with pytest.raises(RecipeError, match="rank 1 of 2, which is already launched"):
         trimtab.launch(print)
     assert list(own_folder.iterdir()) == []
 

@@ -130,7 +130,7 @@ def test_a_norm_that_would_reverse_or_erase_gradients_is_refused(max_norm):
     engine = Engine(device="cpu")
     model, *_ = parts()
     engine.backward(engine.prepare(model)(torch.ones(1, 2)).sum())
-    with pytest.raises(RecipeError, match="max_norm=.*\n  cure: a number above 0"):
+    with pytest.raises(RecipeError, match="max_norm=.*\n  cure: use a number above 0"):
         engine.clip_grad_norm_(model.parameters(), max_norm)
     assert torch.equal(model.weight.grad, torch.ones(1, 2))
 

@@ -144,7 +144,7 @@ def test_a_model_that_returns_its_router_loss_only_with_labels_is_refused():
     batch = token_batch()
     batch["decoder_input_ids"] = batch["input_ids"]
     for how in ("plain", "chunked"):
-        with pytest.raises(LossError, match="NllbMoe.* requests the auxiliary loss .*\n  cure: output_router_"):
+        with pytest.raises(LossError, match="NllbMoe.* requests the auxiliary loss .*\n  cure: set output_router_"):
             build_loss("token-cross-entropy", how=how)(model, batch)
     model.config.output_router_logits = False
     assert build_loss("token-cross-entropy")(model, batch).item_mean is None

@@ -65,7 +65,7 @@ def test_a_loop_is_tracked(local):
     assert rows_on(local, run["id"]) == rows_in(folder)
     assert len(rows_in(folder)) == 31
     assert list(Path("runs/mlartifacts", run["id"]).rglob("metrics.jsonl"))
-    assert "[29,0.034482758620689655],[30,0.03333333333333333]" in make_page([folder])
+    assert "[29,0.03448276],[30,0.03333333]" in make_page([folder])
     with pytest.raises(RecipeError, match="before init_trackers"):
         engine.log({"late": 1})
 
