@@ -81,7 +81,8 @@ def test_each_budget_is_held_and_foretold(precision, caplog):
         peaks[chosen.spec["gradient_checkpointing"]] = peak
         assert chosen.allocated_bytes == pytest.approx(peak, rel=0.01), chosen
         assert others == pytest.approx(losses, rel=1e-3), chosen
-    assert list(peaks) == ["none", "{every: 2}", "all"]
+    assert len(peaks) == 3, peaks  # another plan for every budget, with less memory
+    assert list(peaks.values()) == sorted(peaks.values(), reverse=True)
     assert "the measured peak so far is" in caplog.text
 
 

@@ -161,6 +161,17 @@ def test_kernels_under_a_compiler(kernel, dtype, window):
     assert {gradient.device.type for gradient in gradients} == {"cpu"}
 
 
+@pytest.mark.parametrize("num_shared", [4, 2])
+def test_rows_of_one_length_are_one_graph(num_shared):
+    """Also with a symbolic number of heads, which torch's attention refuses to compare itself."""
+    query, key, value = (torch.randn(1, heads, 12, 8) for heads in (4, num_shared, num_shared))
+    options = {"is_causal": True, "window": None, "scale": 0.3, "dropout": 0.0, "row_length": 6}
+    ends = torch.tensor([0, 6, 12], dtype=torch.int32)
+    compiled = torch.compile(packed_attention, backend="eager", dynamic=True, fullgraph=True)
+    found = compiled(query, key, value, ends, 6, kernel=Kernel.FLASH, **options)
+    torch.testing.assert_close(found, packed_attention(query, key, value, ends, 6, kernel=Kernel.FLASH, **options))
+
+
 def test_windows_in_both_directions_need_flash():
     tensors = inputs(device="meta")
     with pytest.raises(ValueError, match="no windows in both directions"):

@@ -220,10 +220,11 @@ def _equal_rows(
     scale: float | None,
     **_: Any,
 ) -> torch.Tensor:
-    is_grouped = key_1HTD.shape[1] != query_1HTD.shape[1]
-    if is_grouped and kernel is not Kernel.FLASH:  # other kernels do not support groups
-        key_1HTD, value_1HTD = (_repeat_heads(x, query_1HTD) for x in (key_1HTD, value_1HTD))
-        is_grouped = False
+    is_grouped = False  # set by branches: while compiling, the comparison is a symbol, which attention refuses
+    if key_1HTD.shape[1] != query_1HTD.shape[1]:
+        is_grouped = kernel is Kernel.FLASH
+        if not is_grouped:  # other kernels do not support groups
+            key_1HTD, value_1HTD = (_repeat_heads(x, query_1HTD) for x in (key_1HTD, value_1HTD))
     query, key, value = (
         torch.unflatten(x.squeeze(0), 1, (-1, row_length)).transpose(0, 1) for x in (query_1HTD, key_1HTD, value_1HTD)
     )
