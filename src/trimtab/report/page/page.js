@@ -79,7 +79,8 @@
     for (const mark of chart.marks) if (mark.value <= 2.5 * high && mark.value > high) high = mark.value;
     if (isLog) return low < high ? [low / 1.1, high * 1.1] : [low / 2, high * 2];
     if (chart.zero) low = Math.min(0, low);
-    const pad = (high - low || Math.abs(high) || 1) * 0.06;
+    const room = chart.marks.some((mark) => mark.value === high) ? 0.1 : 0.06; // for the label of a mark at the top
+    const pad = (high - low || Math.abs(high) || 1) * room;
     const [floor, top] = chart.bounds || [-Infinity, Infinity];
     return [chart.zero && low === 0 ? 0 : Math.max(low - pad, Math.min(floor, low)), Math.min(high + pad, Math.max(top, high) + pad * 0.3)];
   }
