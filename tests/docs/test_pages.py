@@ -93,14 +93,15 @@ def test_the_first_ladder_of_a_page_is_what_its_command_prints(page, monkeypatch
     assert done.exit_code == 0, done.output
     rows, printed = rungs_of(found[2]), dict(rungs_of(done.output))
     assert len(rows) > 5
-    assert [name for name, _ in rows] == list(printed)
-    assert dict(rows) == pytest.approx(printed, rel=0.01)
+    order = list(printed) if "…" not in found[2] else [name for name in printed if name in dict(rows)]
+    assert [name for name, _ in rows] == order
+    assert dict(rows) == pytest.approx({name: printed[name] for name in order}, rel=0.01)
 
 
 def rungs_of(text: str) -> list[tuple[str, float]]:
     """The plan and the GiB of every line of a ladder."""
-    found = re.findall(r"^[→ ]+(\S.*?)  +[a-z]\S+\|\S+ +([\d.]+)", text, flags=re.MULTILINE)
-    return [(name, float(number)) for name, number in found]
+    found = re.findall(r"^[→ ]+([\d.]+) .*? [a-z]\S*\|\S*  +(\S.*?) *$", text, flags=re.MULTILINE)
+    return [(name, float(number)) for number, name in found]
 
 
 def parts_of_a_loop():

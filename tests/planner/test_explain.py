@@ -56,9 +56,10 @@ def test_the_table_marks_what_was_chosen_and_what_is_too_large():
     header, rows = table(rungs, 12 * GIB, PLAIN)
     assert [len(row) for row in rows] == [len(header)] * 2
     assert [row[0] for row in rows] == ["", "→"]
-    assert [row[-1] for row in rows] == ["too large", ""]
-    assert header[3] == "GiB"
-    assert [row[3] for row in rows] == ["20.00", "10.00"]
+    assert header[1] == "GiB"
+    assert [row[1] for row in rows] == ["20.00", "10.00"]
+    assert [row[3] for row in rows] == ["too large", ""]
+    assert [row[-1] for row in rows] == ["micro-batch 8", "micro-batch 4"]
     assert "run" not in header
     assert "run" in table([replace(one, run_s=90.0) for one in rungs], 12 * GIB, PLAIN)[0]
     assert legend(rungs) == "w weights  a activations"

@@ -118,27 +118,26 @@ def _smallest(rungs: Sequence[Rung]) -> Rung:
 
 
 def table(rungs: Sequence[Rung], budget_bytes: int, reference: StepSpec) -> tuple[list[str], list[list[str]]]:
-    """Return the header and the rows for the terminal."""
+    """Return the header and the rows for the terminal: figures first, and last the plan, whose words may be many."""
     has_run = any(one.run_s is not None for one in rungs)
     asked = [(name, key) for name, key in (("largest batch", "most_rows"), ("longest rows", "longest"))]
     asked = [(name, key) for name, key in asked if any(getattr(one, key) is not None for one in rungs)]
     has_host = len({one.longest_host_bytes for one in rungs}) > 1
     unit, unit_name = unit_of([one.total_bytes for one in rungs])
-    bars = "memory (| is the budget)"
-    header = ["", "plan", bars, unit_name, "tokens/s", *(["run"] if has_run else []), *(name for name, _ in asked)]
-    header += ["host memory", ""] if has_host else [""]
+    header = ["", unit_name, "tokens/s", *(["run"] if has_run else []), *(name for name, _ in asked)]
+    header += [*(["host memory"] if has_host else []), "", "memory (| is the budget)", "plan"]
     whole = max([budget_bytes, *(one.total_bytes for one in rungs)])
     if budget_bytes > 4 * max(one.total_bytes for one in rungs):  # otherwise the bars would be too short to read
         whole = max(one.total_bytes for one in rungs)
     rows = []
     for one in rungs:
-        cells = ["→" if one.is_chosen else "", words_of(one.spec, reference)]
-        cells += [bar(one.parts, budget_bytes, whole), f"{one.total_bytes / unit:,.2f}", f"{one.tokens_s:,.0f}"]
+        cells = ["→" if one.is_chosen else "", f"{one.total_bytes / unit:,.2f}", f"{one.tokens_s:,.0f}"]
         cells += [format_seconds(one.run_s) if one.run_s is not None else ""] if has_run else []
         cells += [f"{getattr(one, key):,}" if getattr(one, key) is not None else "none" for _, key in asked]
         if has_host:
             cells += ["" if one.longest_host_bytes is None else format_bytes(one.longest_host_bytes)]
-        rows.append([*cells, "" if one.fits else "too large"])
+        cells += ["" if one.fits else "too large", bar(one.parts, budget_bytes, whole), words_of(one.spec, reference)]
+        rows.append(cells)
     return header, rows
 
 
