@@ -100,7 +100,7 @@ def fail():
 
 def finds_differences(engine):
     engine.require_same("recipe", {"train.lr": 1e-3})
-    with pytest.raises(RecipeError, match=r"rank 1 has train.lr 0.002, others 0.001"):
+    with pytest.raises(RecipeError, match=r"rank 1 has train.lr 0.002, the others have 0.001"):
         engine.require_same("recipe", {"train.lr": 2e-3 if engine.process_index == 1 else 1e-3})
     require_same(engine._world, "versions", {"torch": torch.__version__})
 

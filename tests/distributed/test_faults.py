@@ -81,7 +81,10 @@ def data(tiny, tmp_path):
 
 @pytest.mark.slow
 def test_a_process_with_another_recipe_or_other_data_is_named(start, data):
-    for what, message in (("other_recipe", "rank 1 has train.lr 0.002, others 0.001"), ("other_data", "rank 1 has")):
+    for what, message in (
+        ("other_recipe", "rank 1 has train.lr 0.002, the others have 0.001"),
+        ("other_data", "rank 1 has"),
+    ):
         for code, said in outcome(start(what)):
             assert code == 2, said
             assert f"the processes differ in {what.removeprefix('other_')}" in said
