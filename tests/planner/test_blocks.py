@@ -160,6 +160,7 @@ def note_failures(monkeypatch):
     return failures
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", ["none", "all"])
 def test_compiled_blocks_with_adapters_are_derived(tracers, which, monkeypatch):
     """The input of the first block has no gradient, so the first block is another graph."""
@@ -326,6 +327,7 @@ def test_where_blocks_are_named_one_by_one_all_are_traced():
     assert len(trace.gradients) == len(list(tracer.skeleton().parameters())) - 9, "all but those of one block"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", ["{every: 4}", "{all_but_every: 4}", "{every: 6}"])
 @pytest.mark.parametrize(
     ("name", "adapter", "compiled"), [("llama", "none", "off"), ("llama", "lora", "graphs"), ("bert", "none", "blocks")]

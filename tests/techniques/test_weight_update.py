@@ -248,6 +248,7 @@ def test_clipping_is_on_by_default_and_has_to_be_turned_off():
         Recipe(model="nowhere", data={"train": "nowhere"}, memory={"update": "in-backward"})
 
 
+@pytest.mark.slow
 def test_auto_updates_in_backward_only_without_clipping_and_only_if_nothing_faster_fits():
     def chosen(memory, **settings):
         recipe = Recipe(
