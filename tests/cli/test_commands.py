@@ -212,6 +212,8 @@ def test_train_prints_its_result(trimtab, bert):
     assert "evaluation at step 2 · " in done.out
     for word in ("accuracy", "best accuracy", "steps", "tokens/s", "peak memory", "runs/reviews/first/best"):
         assert word in done.out
+    assert "runs/reviews/first/report.html" in done.out
+    assert done.out.endswith('\nnext: trimtab predict runs/reviews/first --text "…"\n')
 
 
 def test_every_flag_reaches_the_recipe(trimtab, bert, own_folder):

@@ -79,17 +79,19 @@ def test_the_variants_of_a_comparison_are_nested_runs(tiny, empty_store, trimtab
     write_csv(Path("reviews.csv"), reviews(40))
     Path("recipe.yaml").write_text(f"model: {tiny.folder('bert')}\ndata: {{train: reviews.csv}}\n")
     steps = ("--steps", "6", "--repeats", "1", "--device", "cpu", "--track")
-    code, out, err = trimtab_command("compare", "recipe.yaml", "--vary", "train.lr=1e-3,1e-2", *steps)
+    code, out, err = trimtab_command("compare", "recipe.yaml", "--vary", "train.lr=1e-3,1e-2,1e30", *steps)
     assert code == 0, err
     client = MlflowClient(tracking_uri=uri)
     experiment = client.get_experiment_by_name("reviews")
     runs = {run.info.run_name: run for run in client.search_runs([experiment.experiment_id])}
-    assert set(runs) == {"compare-1", "lr 0.001", "lr 0.01"}
-    parent = runs.pop("compare-1")
+    assert set(runs) == {"compare-1", "lr 0.001", "lr 0.01", "lr 1.0e+30"}
+    parent, failed = runs.pop("compare-1"), runs.pop("lr 1.0e+30")
+    assert (parent.info.status, failed.info.status) == ("FINISHED", "FAILED")
     assert f"run {parent.info.run_id}" in out
     assert {"report.html", "results.json"} <= {file.path for file in client.list_artifacts(parent.info.run_id)}
     for run in runs.values():
         assert run.data.tags["mlflow.parentRunId"] == parent.info.run_id
+        assert run.info.status == "FINISHED"
         assert run.data.metrics["test_tokens_per_s"] > 0
         history = client.get_metric_history(run.info.run_id, "test_training_loss")
         assert [point.step for point in history] == [1, 2, 3, 4, 5, 6]
