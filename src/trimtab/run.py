@@ -7,6 +7,7 @@ from typing import Any
 
 from trimtab.build.engine import build_engine
 from trimtab.build.given_objects import with_given_objects
+from trimtab.build.parts import EndedRun
 from trimtab.build.resumed_recipe import load_resumed_recipe
 from trimtab.build.run_record import failure_recorded, open_folder, record_end, record_start, released_on_failure
 from trimtab.build.start_point import find_start_point
@@ -108,9 +109,11 @@ def fit(
         record_start(run, loaded.origins, trainer, folder, journal_position)
         result = trainer.fit()
         engine.wait_for_everyone()
-    record_end(run, result, folder, show)
+    ended = EndedRun.of(run)
+    del run, trainer, picture  # they hold the model and the optimizer, whose memory samples for the report need
+    record_end(ended, result, folder, show)
     best = folder.best if folder.best.exists() else None
-    return Result(result, run.plan, folder.path, best, engine.is_main_process)
+    return Result(result, ended.plan, folder.path, best, engine.is_main_process)
 
 
 def resume(

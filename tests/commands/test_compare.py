@@ -172,7 +172,7 @@ def test_a_measured_run_keeps_and_does_nothing_else():
         "data": {"train": "y.csv"},
         "train": {"lr": 1e-3, "max_steps": 40, "log_every": 2},
         "checkpoint": {"every": None, "best": False},
-        "evaluate": {"metric": "f1", "every": "40 steps"},
+        "evaluate": {"metric": "f1", "every": "40 steps", "samples": 0},
         "limits": {"eval": 3},
         "track": "none",
     }

@@ -15,13 +15,11 @@ from typing import Any
 import pytest
 import torch
 
-import trimtab
 from tiny_runs import lines_of, reviews, write_csv, write_jsonl
 from trimtab import Recipe, Stopped, fit
 from trimtab.build.report_facts import HeldOutRows
 from trimtab.commands.evaluate import evaluate_model
 from trimtab.commands.report import make_page, write_page
-from trimtab.commands.samples import write_samples
 from trimtab.errors import RecipeError
 from trimtab.report.page.run_files import read_run
 from trimtab.report.page.usage import pipeline_code, python_code
@@ -125,42 +123,14 @@ def test_held_out_rows_of_other_tasks(tiny, kind):
     assert "Rows with the highest loss" in text_of((result.folder / "report.html").read_text())
 
 
-def test_a_language_model_and_its_samples(tiny):
+def test_the_report_of_a_language_model(tiny):
     rows = [{"text": " ".join(row["text"] for row in reviews(3, index))} for index in range(30)]
     data = {"train": str(write_jsonl(Path("texts.jsonl"), rows))}
     result = quick(model=tiny.folder("llama"), task="causal-lm", data=data, out="run")
     text = text_of((result.folder / "report.html").read_text())
     assert "Confusion matrix" not in text
-    assert "Before training" not in text
-    assert "Lengths of training examples" in text
-    write_samples(result.folder, 2, device="cpu")
-    found = json.loads((result.folder / "report.json").read_text())["samples"]["rows"]
-    assert len(found) == 2
-    held_out = [row["text"] for row in rows]
-    assert all(any(text.startswith(row["prompt"]) for text in held_out) for row in found)
-    assert all(row["before"] and row["after"] and row["expected"] for row in found)
-    assert [row["after"] for row in found] == trimtab.load(result.folder, device="cpu").generate(
-        [row["prompt"] for row in found], 32
-    )
-    text = text_of(make_page([result.folder]))
     assert "Before training" in text
-    assert f"Before: {tiny.folder('llama')}" in text
-
-
-@pytest.mark.parametrize(("task", "family"), [("chat", "llama"), ("seq2seq", "t5")])
-def test_samples_of_answers(tiny, task, family):
-    names = ("prompt", "answer") if task == "chat" else ("text", "target")
-    rows = [{names[0]: row["text"], names[1]: row["label"]} for row in reviews(20)]
-    data = {"train": str(write_jsonl(Path("rows.jsonl"), rows)), names[0]: names[0], names[1]: names[1]}
-    model = tiny.folder(family, chat=True) if task == "chat" else tiny.folder(family)
-    result = quick(model=model, task=task, data=data, out="run", train={"max_steps": 2, "batch_size": 8})
-    write_samples(result.folder, 2, max_new_tokens=4, device="cpu")
-    found = json.loads((result.folder / "report.json").read_text())["samples"]["rows"]
-    assert len(found) == 2
-    for row in found:
-        assert row["before"] is not None
-        assert row["expected"] in ("good", "bad")
-        assert {names[0]: row["prompt"].removeprefix("user: "), names[1]: row["expected"]} in rows
+    assert "Lengths of training examples" in text
 
 
 def test_an_interrupted_and_a_failed_run_write_their_reports(tiny):

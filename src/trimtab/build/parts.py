@@ -71,3 +71,32 @@ class ResolvedRun:
     loss: Callable[..., Any] | None = None
     tracked: TrackedModel | None = None
     teacher: Any = None
+
+
+@dataclass(frozen=True)
+class EndedRun:
+    """What is left of a run after its training: it refers neither to the model nor to the optimizer.
+
+    Attributes:
+        recipe: As in `ResolvedRun`.
+        engine: The engine.
+        data: Rows and task.
+        plan: Every decision, and the prediction.
+        weights_bytes: Memory of the model's weights for inference: fp32 on a CPU, else as in training.
+    """
+
+    recipe: Recipe
+    engine: Engine
+    data: Data
+    plan: Plan
+    weights_bytes: int
+
+    @classmethod
+    def of(cls, run: ResolvedRun) -> "EndedRun":
+        """Return what is left of a run, to release its model before the run is recorded as ended."""
+        is_cpu = run.engine.device.type == "cpu"
+        sizes = (
+            weight.numel() * (4 if is_cpu and weight.is_floating_point() else weight.element_size())
+            for weight in run.loaded.model.parameters()
+        )
+        return cls(run.recipe, run.engine, run.data, run.plan, sum(sizes))

@@ -58,10 +58,11 @@ def write_data_card(run: ResolvedRun, folder: Folder) -> None:
         return
     data, tokens = run.data, run.tokens
     card = describe_sets(data.task, data.train, data.eval, tokens.train, tokens.eval, _NUM_BINS)
-    _update(folder, data=asdict(card) | {"max_length": tokens.max_length})
+    update_facts(folder, data=asdict(card) | {"max_length": tokens.max_length})
 
 
-def _update(folder: Folder, **facts: Any) -> None:
+def update_facts(folder: Folder, **facts: Any) -> None:
+    """Add facts to report.json, or replace them."""
     folder.write_text(FACTS, json.dumps(read_json(folder.path / FACTS) | facts))
 
 
@@ -106,7 +107,7 @@ class HeldOutRows:
         found = {"step": state.step, "num_rows": len(outcomes), "worst": self._worst(numbers, losses, predicted)}
         if self._task.loss_kind == "cross-entropy":
             found |= self._confusions(numbers, predicted[:, 0].long())
-        _update(self._folder, held_out=found)
+        update_facts(self._folder, held_out=found)
 
     def _confusions(self, numbers: torch.Tensor, predicted: torch.Tensor) -> dict[str, Any]:
         names = [str(name) for name in self._task.head()["id2label"].values()]

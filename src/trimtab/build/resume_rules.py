@@ -19,6 +19,7 @@ _HARMLESS = {
     "train.log_every",
     "train.deterministic",
     "evaluate.batch_size",
+    "evaluate.samples",
     "checkpoint.every",
     "checkpoint.keep",
     "checkpoint.mirror",

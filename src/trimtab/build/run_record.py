@@ -5,10 +5,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-from trimtab.build.parts import Data, ResolvedRun
+from trimtab.build.parts import Data, EndedRun, ResolvedRun
 from trimtab.build.report_facts import write_data_card, write_report
+from trimtab.build.samples import add_samples
 from trimtab.build.tracking import build_uploader
 from trimtab.checkpoint.export import read_facts
 from trimtab.distributed.environment import read_rank_info
@@ -60,7 +60,9 @@ def failure_recorded(run: ResolvedRun, folder: Folder, show: Progress) -> Iterat
         yield
     except BaseException as error:
         state = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
-        _finish(run, folder, state, error=f"{type(error).__name__}: {error}")
+        is_kept = not run.recipe.limits.fast_dev_run
+        report = partial(write_report, folder) if is_kept else lambda: None
+        folder.finish(state, before_upload=report, error=f"{type(error).__name__}: {error}")
         show.finish(f"{state}: {folder.path}", failed=True)
         if run.recipe.limits.fast_dev_run:
             folder.remove()
@@ -82,14 +84,15 @@ def record_start(
     folder.track(build_uploader(run.recipe, run.plan, run.tokens, run.engine, folder, trainer.higher_is_better))
 
 
-def record_end(run: ResolvedRun, result: FitResult, folder: Folder, show: Progress) -> None:
+def record_end(run: EndedRun, result: FitResult, folder: Folder, show: Progress) -> None:
     """Write how a run ended.
 
     Raises:
         Stopped: After a signal; a checkpoint was saved.
         TrimtabError: After a signal; no checkpoint was saved.
     """
-    _finish(run, folder, "stopped" if result.interruption else "finished", **result.summary())
+    state = "stopped" if result.interruption else "finished"
+    folder.finish(state, before_upload=partial(_write_report, run, result, folder, show), **result.summary())
     show.finish(f"{result.stop_reason} after {result.step} steps: {folder.path}")
     if run.recipe.limits.fast_dev_run:
         with run.engine.busy("trying the saved model"):
@@ -103,10 +106,13 @@ def record_end(run: ResolvedRun, result: FitResult, folder: Folder, show: Progre
         raise Stopped(f"{result.interruption}: saved after step {result.step}; {cure}")
 
 
-def _finish(run: ResolvedRun, folder: Folder, state: str, **facts: Any) -> None:
-    """Write the final state of a run and its report; a fast_dev_run has no report."""
-    is_kept = not run.recipe.limits.fast_dev_run
-    folder.finish(state, before_upload=partial(write_report, folder) if is_kept else lambda: None, **facts)
+def _write_report(run: EndedRun, result: FitResult, folder: Folder, show: Progress) -> None:
+    """Write the report, and again with samples: a run that is killed in between keeps the first one."""
+    if run.recipe.limits.fast_dev_run:
+        return
+    write_report(folder)
+    if add_samples(run, result, folder, show):
+        write_report(folder)
 
 
 def _try_saved_model(data: Data, folder: Folder, *, has_metrics: bool) -> None:

@@ -28,7 +28,7 @@ _KILLED = {signal.SIGKILL: "killed (the system may have run out of memory)"}
 # keys that `shorten_recipe` sets or removes
 _OWN_KEYS = (
     *("out", "name", "early_stopping", "track", "checkpoint", "train.epochs", "train.max_time", "train.max_steps"),
-    *("train.log_every", "evaluate.every", "evaluate.at_start", "limits.fast_dev_run"),
+    *("train.log_every", "evaluate.every", "evaluate.at_start", "evaluate.samples", "limits.fast_dev_run"),
 )
 _KEPT_OF_LIMITS = ("train", "eval", "overfit_batches")
 
@@ -218,7 +218,7 @@ def shorten_recipe(values: Mapping[str, Any], num_steps: int) -> dict[str, Any]:
         "track": "none",
         "train": train | {"max_steps": num_steps, "log_every": max(1, num_steps // 20)},
         "checkpoint": {"every": None, "best": False},
-        "evaluate": evaluate | {"every": f"{num_steps} steps"},
+        "evaluate": evaluate | {"every": f"{num_steps} steps", "samples": 0},
         "limits": limits,
     }
 

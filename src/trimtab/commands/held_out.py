@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trimtab.build.data import build_data
+from trimtab.build.parts import Data
 from trimtab.errors import DataError, RecipeError
 from trimtab.inference.held_out import HeldOut, read_held_out, tokenized
 from trimtab.inference.load import LoadedModel
@@ -39,16 +40,29 @@ def held_out_of(
         return read_held_out(loaded, data, text=text, label=label, num_rows=num_rows)
     if text is not None or label is not None:
         raise RecipeError("columns were given, but no data", f"{_CURE}, or leave out --text and --label")
-    recipe = loaded.facts.get("recipe")
-    if not isinstance(recipe, Mapping):
-        raise RecipeError("the held-out rows of this model are unknown: it was not trained by trimtab", _CURE)
-    try:
-        found = build_data(Recipe(**recipe))
-    except (DataError, RecipeError) as error:
-        raise DataError(f"the held-out rows of the run cannot be read: {error.problem}", _CURE) from error
+    found = data_of_run(loaded.facts)
     if found.eval is None:
         raise RecipeError("the run held out no rows (data.eval_share is 0)", _CURE)
     if found.task.name == "classify":  # its labels are the model's, whatever the file contains now
         columns: dict[str, Any] = {"text": found.task.columns["text"], "label": found.task.columns["label"]}
         return read_held_out(loaded, found.eval, num_rows=num_rows, **columns)
     return tokenized(loaded, found.task, found.eval, num_rows)
+
+
+def data_of_run(facts: Mapping[str, Any]) -> Data:
+    """Read the rows of the run that trained a model again.
+
+    Args:
+        facts: The contents of the model's trimtab.json.
+
+    Raises:
+        RecipeError: The model was not trained by trimtab.
+        DataError: The rows cannot be read.
+    """
+    recipe = facts.get("recipe")
+    if not isinstance(recipe, Mapping):
+        raise RecipeError("the held-out rows of this model are unknown: it was not trained by trimtab", _CURE)
+    try:
+        return build_data(Recipe(**recipe))
+    except (DataError, RecipeError) as error:
+        raise DataError(f"the held-out rows of the run cannot be read: {error.problem}", _CURE) from error

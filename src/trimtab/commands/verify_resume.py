@@ -68,7 +68,7 @@ def _shorten_recipe(recipe: Recipe) -> dict[str, Any]:
     train = {key: value for key, value in values.get("train", {}).items() if key not in ("epochs", "max_time")}
     values["train"] = train | {"max_steps": _NUM_STEPS, "log_every": 1, "deterministic": True}
     values["checkpoint"] = {"every": f"{_SAVED_AT} steps", "keep": 2}
-    values["evaluate"] = values.get("evaluate", {}) | {"every": "2 steps"}
+    values["evaluate"] = values.get("evaluate", {}) | {"every": "2 steps", "samples": 0}
     values["limits"] = {"eval": 2} | {
         key: value for key, value in values.get("limits", {}).items() if key in ("train", "overfit_batches")
     }

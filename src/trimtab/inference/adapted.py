@@ -174,12 +174,26 @@ def load_adapted_model(
     Raises:
         ModelError: If neither the base nor the adapter has the weights of some part of the model.
     """
+    model = load_bare_base(source, tokenizer, device, dtype=dtype, trust_remote_code=trust_remote_code)
+    add_trained_adapter(source, model)
+    return model.eval()
+
+
+def load_bare_base(
+    source: AdapterSource,
+    tokenizer: Any,
+    device: torch.device,
+    *,
+    dtype: torch.dtype | None = None,
+    trust_remote_code: bool = False,
+) -> Any:
+    """Load the base of an adapter for inference, without the adapter; arguments as in `load_adapted_model`."""
     quantization = None
     if dtype is None and source.quantization is not None:
         quantization, dtype = source.quantization, source.base_dtype
         if device.type == "cpu":  # slow in half precision
             quantization, dtype = replace(quantization, compute_dtype=torch.float32), torch.float32
-    model = load_base(
+    return load_base(
         source,
         tokenizer,
         dtype=dtype or torch.float32,
@@ -187,6 +201,14 @@ def load_adapted_model(
         device=None if quantization is None else device,
         trust_remote_code=trust_remote_code,
     )
+
+
+def add_trained_adapter(source: AdapterSource, model: Any) -> None:
+    """Add an adapter to its base, frozen.
+
+    Raises:
+        ModelError: If neither the base nor the adapter has the weights of some part of the model.
+    """
     adapter = load_adapter(model, source.folder)
     missing = sorted(newly_initialized(model) - set(adapter.tensors()))
     if missing:
@@ -197,7 +219,6 @@ def load_adapted_model(
     whole = ", ".join(adapter.trains[:3]) + (" …" if len(adapter.trains) > 3 else "")
     what = "side network" if adapter.is_side_network else f"adapter on {len(adapter.targets)} modules"
     say(f"{source.folder}: {what}" + (f"; replaces {whole}" if whole else ""))
-    return model.eval()
 
 
 def load_base(

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from trimtab.data.tasks.base import GENERATING_TASKS
 from trimtab.data.tasks.decoder_start import generation_start
 from trimtab.errors import DataError, ModelError, RecipeError
 from trimtab.inference.batches import Example, padded_batches
@@ -112,7 +113,7 @@ class StopTexts:
 
 def tokenize_prompts(loaded: LoadedModel, prompts: Sequence[Prompt], max_new_tokens: int) -> list[Example]:
     """Tokenize prompts; prompts that leave no space for new tokens are truncated."""
-    if loaded.task_name not in ("causal-lm", "chat", "seq2seq"):
+    if loaded.task_name not in GENERATING_TASKS:
         raise ModelError(
             f"this model does not generate text: its task is {loaded.task_name}",
             "load a causal-lm, chat or seq2seq model",

@@ -317,6 +317,9 @@ class EvaluateSettings(Section):
     """Rows per evaluation batch; null = chosen automatically."""
     at_start: bool = False
     """Also evaluate before the first step."""
+    samples: Annotated[int, Ge(0)] = 3
+    """Rows for which the models before and after training generate text at the end of the run, for its report (tasks
+    causal-lm, chat and seq2seq); 0 = none."""
 
 
 class CheckpointSettings(Section):

@@ -327,7 +327,7 @@ class Trainer:
             self._save_checkpoint(wait=True)
 
     def _result(self, save_failure: CheckpointError | None) -> FitResult:
-        state, best = self.state, self._selection.best
+        state, best, limit = self.state, self._selection.best, self._settings.max_seconds
         return FitResult(
             step=state.step,
             metrics=state.metrics,
@@ -341,6 +341,7 @@ class Trainer:
             interruption=state.interruption,
             save_failure=None if save_failure is None else str(save_failure),
             micro_batch_size=self._memory_guard.micro_batch_size,
+            seconds_left=None if limit is None else limit - self._meter.session_seconds(),
         )
 
     # ------------------------------------------------------------------ used to resume a run

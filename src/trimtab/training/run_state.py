@@ -59,6 +59,10 @@ class FitResult:
         num_tokens: Tokens trained on, by all processes.
         num_skipped: Optimizer steps that were skipped.
         peak_memory_bytes: Peak memory in use.
+        interruption: The signal or time limit that ended the run, which can be resumed; None if nothing did.
+        save_failure: Why there is no checkpoint of the last step; None if there is one.
+        micro_batch_size: Micro-batch size at the end, summed over all processes.
+        seconds_left: What is left of `train.max_time`; None without a limit.
     """
 
     step: int
@@ -70,9 +74,10 @@ class FitResult:
     num_tokens: int
     num_skipped: int
     peak_memory_bytes: int
-    interruption: str | None = None  # a signal or the time limit: the run can be resumed
-    save_failure: str | None = None  # why there is no checkpoint of the last step
-    micro_batch_size: int | None = None  # micro-batch size at the end, summed over all processes
+    interruption: str | None = None
+    save_failure: str | None = None
+    micro_batch_size: int | None = None
+    seconds_left: float | None = None
 
     def summary(self) -> dict[str, Any]:
         """Return the values of the result that `run.json` stores."""

@@ -19,6 +19,7 @@ from trimtab.errors import DataError
 
 Columns = dict[str, str | list[str]]
 Batch = dict[str, Tensor]
+GENERATING_TASKS = ("causal-lm", "chat", "seq2seq")  # tasks whose models generate text
 # What is wrong with a row and how to fix it; None for a good row.
 Problem = tuple[str, str] | None
 

@@ -3,11 +3,11 @@
 import json
 import shlex
 
+from trimtab.data.tasks.base import GENERATING_TASKS
 from trimtab.report.page.document import code, paragraph
 from trimtab.report.page.run_files import RunFiles
 
 _TEXT = "a film that stays with you"
-_GENERATES = ("causal-lm", "chat", "seq2seq")
 _PIPELINES = {"classify": "text-classification", "causal-lm": "text-generation"}
 
 
@@ -27,7 +27,7 @@ def usage_section(run: RunFiles) -> str:
 
 def samples_command(run: RunFiles) -> str:
     """Return the command that adds sample generations to the page; empty if the model does not generate text."""
-    if run.card.get("task") not in _GENERATES or run.state == "running":
+    if run.card.get("task") not in GENERATING_TASKS or run.state == "running":
         return ""
     what = "No samples yet. This command lets the model before and after training continue three held-out prompts:"
     return paragraph(what) + code(f"trimtab report {shlex.quote(str(run.path.absolute()))} --samples 3")
@@ -41,7 +41,7 @@ def python_code(run: RunFiles) -> str:
         columns = run.card.get("columns", {}).get("text")
         text = f'("{_TEXT}", "another text")' if isinstance(columns, list) and len(columns) == 2 else f'"{_TEXT}"'
         lines.append(f"print(model.predict([{text}]))")
-    elif task in _GENERATES:
+    elif task in GENERATING_TASKS:
         lines.append(f'print(model.generate("{_TEXT}", max_new_tokens=40))')
     else:
         lines.append("print(model.model.config)  # the model and model.tokenizer are those of transformers")
