@@ -93,7 +93,7 @@ def test_state_of_8_bits_where_it_is_allowed():
     chosen, _, peak = train(f"{budget}B", allow=["8bit"], length=16)
     assert chosen.spec["optimizer"] == "AdamW8bit"
     # Rows of 16 tokens peak inside the backward of the last block, where 4.6 MiB too much are predicted, with any
-    # optimizer; rows of 64 and 256 tokens are predicted to the byte.
+    # optimizer; rows of 64 and 256 tokens are predicted within 512 bytes.
     assert peak <= chosen.allocated_bytes <= peak + 5 * MIB
 
 

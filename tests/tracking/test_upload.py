@@ -297,6 +297,18 @@ def test_killed_runs_are_closed_by_their_uploader_or_by_the_next_run(make_run, s
     assert statuses == {"killed": "FAILED", "alive": "RUNNING", "next": "FINISHED"}
 
 
+def test_a_process_that_dies_after_its_run_has_ended(run, store):
+    """It may have been generating samples for the report."""
+    run.write_and_wait(5)
+    (run.path / "report.html").write_text("a page")
+    run.folder.finish("finished")
+    run.join(is_orphan=True)
+    run.check(store)
+    tracking = Tracking.read(run.path)
+    assert {"report.html", "metrics.jsonl", "recipe.yaml"} <= tracking.servers[-1].artifacts.keys()
+    assert describe_missing(tracking, run.uri, with_model=True) == ""
+
+
 def test_a_server_that_has_lost_the_run(run, store):
     run.write_and_wait(20)
     first = run_id_of(run.path)

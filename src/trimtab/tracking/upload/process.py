@@ -194,7 +194,11 @@ def upload_until_over(folder: Path, uri: str, about: RunDescription, parent: Par
 
 
 def _close_orphan(upload: RunUpload, folder: Path) -> None:
-    """Upload the last lines of a run whose process has died, and close it."""
+    """Upload the last lines of a run whose process has died, and close it.
+
+    A process that dies between the end of its run and the last upload (it may be generating samples) leaves files and a
+    best model, which are uploaded as well.
+    """
     with contextlib.suppress(Exception):
         while upload.upload_metrics():
             pass
@@ -203,6 +207,8 @@ def _close_orphan(upload: RunUpload, folder: Path) -> None:
         time.sleep(0.05)
     with contextlib.suppress(Exception):
         upload.close()
+        if actual_state(folder)[0] == "finished":
+            upload.upload_files(is_over=True, with_model=True)
 
 
 if __name__ == "__main__":
