@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 import weakref
 from pathlib import Path
 
@@ -222,3 +224,15 @@ def test_samples_are_uploaded_with_the_report(tiny, monkeypatch):
     result, _, _ = trained(tiny)
     assert "Before training" in pages[0]
     assert read_facts(result.best)["step"] == 2
+
+
+@pytest.mark.slow
+def test_the_first_of_two_processes_generates(tiny):
+    rows = write_jsonl(Path("rows.jsonl").absolute(), rows_of("causal-lm"))
+    recipe = {"model": tiny.folder("llama"), "task": "causal-lm", "data": {"train": str(rows)}, "train": QUICK}
+    Path("recipe.yaml").write_text(json.dumps(recipe))
+    words = ["launch", "--cpu", "--processes", "2", "recipe.yaml", "--out", "run"]
+    done = subprocess.run([sys.executable, "-m", "trimtab", *words], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("generating samples") == 1
+    assert len(facts_of(Path("run"))["samples"]["rows"]) == 3
