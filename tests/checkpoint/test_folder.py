@@ -1,11 +1,14 @@
 """A folder is the old one or the new one, never less, whenever its writer is killed; what is left is cleared away."""
 
+import errno
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from safetensors import SafetensorError
 
 from trimtab.checkpoint import folder as folder_module
 from trimtab.checkpoint.folder import (
@@ -213,14 +216,25 @@ def test_removing_moves_away_first(tmp_path, monkeypatch):
     assert seen[-1] == (aside, {aside})
 
 
-@pytest.mark.parametrize("text", ["Error while serializing: I/O error: File too large (os error 27)", "os error"])
-def test_a_full_disk_names_the_folder_also_if_a_library_in_rust_wrote(tmp_path, text):
-    """safetensors and tokenizers raise their own exceptions; any other one stays what it is."""
-    expected = OSError if "27" in text else ValueError
-    with pytest.raises(expected) as caught, atomic_folder(tmp_path / "model", marker=None, what="model"):
-        raise ValueError(text)
-    assert getattr(caught.value, "filename", None) == (str(tmp_path / "model") if expected is OSError else None)
+@pytest.mark.parametrize(
+    "error",
+    [
+        SafetensorError("Error while serializing: I/O error: File too large (os error 27)"),
+        shutil.Error([("from", "to", "[Errno 27] File too large: 'from' -> 'to'")]),
+    ],
+)
+def test_a_full_disk_names_the_folder_whoever_wrote(tmp_path, error):
+    with pytest.raises(OSError, match="File too large") as caught, atomic_folder(tmp_path / "a", marker=None, what="a"):
+        raise error
+    assert (caught.value.errno, caught.value.filename) == (errno.EFBIG, str(tmp_path / "a"))
     assert names(tmp_path) == set()
+
+
+@pytest.mark.parametrize("error", [ValueError("no"), CheckpointError("shard 1: File too large (os error 27)")])
+def test_any_other_error_stays_what_it_is(tmp_path, error):
+    with pytest.raises(type(error)) as caught, atomic_folder(tmp_path / "a", marker=None, what="a"):
+        raise error
+    assert caught.value is error
 
 
 def test_an_error_never_names_a_temporary_path(tmp_path, file_size_limit):

@@ -5,11 +5,11 @@ import os
 import re
 from pathlib import Path
 
-from trimtab.errors import as_argument
+from trimtab.errors import TrimtabError, as_argument
 
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NOT_ALLOWED = (errno.EACCES, errno.EPERM, errno.EROFS)
-_NUMBER = re.compile(r"\(os error (\d+)\)")  # at the end of messages of Rust's standard library
+_NUMBER = re.compile(r"\(os error (\d+)\)|\[Errno (\d+)\]")  # in messages of Rust's standard library and of Python
 
 
 def is_disk_full(error: OSError) -> bool:
@@ -25,12 +25,16 @@ def is_not_allowed(error: OSError) -> bool:
 def as_os_error(error: BaseException) -> OSError | None:
     """Return the error of the operating system that an exception reports; None if it reports none.
 
-    safetensors and tokenizers, which are written in Rust, raise exceptions of their own, with the number in the text.
+    safetensors and tokenizers, which are written in Rust, and `shutil.copytree` raise exceptions of their own, with the
+    number in the text.
     """
-    if isinstance(error, OSError):
+    if isinstance(error, OSError) and error.errno is not None:
         return error
-    found = _NUMBER.search(str(error))
-    return None if found is None else OSError(int(found[1]), os.strerror(int(found[1])))
+    found = None if isinstance(error, TrimtabError) else _NUMBER.search(str(error))
+    if found is None:
+        return None
+    number = int(found[1] or found[2])
+    return OSError(number, os.strerror(number))
 
 
 def failed_path(error: OSError) -> str | None:
