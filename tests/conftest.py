@@ -202,6 +202,7 @@ def trimtab_command(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "240")
     logger = logging.getLogger("trimtab")
     handlers, level = list(logger.handlers), logger.level
+    on_interrupt = signal.getsignal(signal.SIGINT)
 
     def run(*arguments):
         monkeypatch.setattr(sys, "argv", ["trimtab", *map(str, arguments)])
@@ -212,5 +213,6 @@ def trimtab_command(monkeypatch, capsys):
         return ending.value.code or 0, out, err
 
     yield run
+    signal.signal(signal.SIGINT, on_interrupt)
     logger.handlers[:] = handlers
     logger.setLevel(level)

@@ -16,6 +16,9 @@ TrimtabError                  1   base class of all of them
 └── Stopped                  75   stopped by a signal or a time limit; the run can be resumed
 """
 
+import os
+import shlex
+
 _MAX_LINE_LENGTH = 200  # messages of other libraries can be several pages long
 
 
@@ -26,6 +29,11 @@ def summarize_error(error: BaseException) -> str:
         return type(error).__name__
     line = lines[0] if len(lines[0]) <= _MAX_LINE_LENGTH else f"{lines[0][:_MAX_LINE_LENGTH]} …"
     return f"{type(error).__name__}: {line}"
+
+
+def as_argument(path: str | os.PathLike[str]) -> str:
+    """Quote a path, where needed, for a command that the user pastes into a shell."""
+    return shlex.quote(os.fspath(path))
 
 
 class TrimtabError(Exception):

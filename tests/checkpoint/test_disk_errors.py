@@ -27,3 +27,8 @@ def test_a_missing_folder_is_created_with_the_command_in_the_cure(tmp_path):
     with pytest.raises(FileNotFoundError) as caught:
         (folder / "report.html").write_text("")
     assert cure_for_os_error(caught.value, "choose another --out") == f"mkdir -p {folder}, or choose another --out"
+
+
+def test_commands_in_a_cure_are_quoted():
+    error = FileNotFoundError(errno.ENOENT, "no", "my runs/it's/report.html")
+    assert cure_for_os_error(error, "not") == """mkdir -p 'my runs/it'"'"'s', or not"""

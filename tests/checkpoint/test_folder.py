@@ -1,19 +1,24 @@
 """A folder is the old one or the new one, never less, whenever its writer is killed; what is left is cleared away."""
 
+import errno
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from safetensors import SafetensorError
 
 from trimtab.checkpoint import folder as folder_module
 from trimtab.checkpoint.folder import (
     atomic_folder,
     clear_leftovers,
     folder_beside,
+    refuse_unwritable,
     remove_folder,
     restore_interrupted,
+    write_file,
 )
 from trimtab.errors import CheckpointError
 
@@ -209,3 +214,53 @@ def test_removing_moves_away_first(tmp_path, monkeypatch):
     remove_folder(tmp_path / "t")
     aside = f".t.removing-{os.getpid()}"
     assert seen[-1] == (aside, {aside})
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        SafetensorError("Error while serializing: I/O error: File too large (os error 27)"),
+        shutil.Error([("from", "to", "[Errno 27] File too large: 'from' -> 'to'")]),
+    ],
+)
+def test_a_full_disk_names_the_folder_whoever_wrote(tmp_path, error):
+    with pytest.raises(OSError, match="File too large") as caught, atomic_folder(tmp_path / "a", marker=None, what="a"):
+        raise error
+    assert (caught.value.errno, caught.value.filename) == (errno.EFBIG, str(tmp_path / "a"))
+    assert names(tmp_path) == set()
+
+
+@pytest.mark.parametrize("error", [ValueError("no"), CheckpointError("shard 1: File too large (os error 27)")])
+def test_any_other_error_stays_what_it_is(tmp_path, error):
+    with pytest.raises(type(error)) as caught, atomic_folder(tmp_path / "a", marker=None, what="a"):
+        raise error
+    assert caught.value is error
+
+
+def test_an_error_never_names_a_temporary_path(tmp_path, file_size_limit):
+    with file_size_limit(3), pytest.raises(OSError, match="File too large") as caught:
+        write(tmp_path / "thing", "long")
+    assert caught.value.filename == str(tmp_path / "thing")
+    with pytest.raises(FileNotFoundError) as caught, folder_beside(tmp_path / "thing", "merged") as place:
+        (place / "missing").read_text()
+    assert caught.value.filename == str(tmp_path / "thing")
+
+
+def test_a_file_is_the_old_one_or_the_new_one(tmp_path, file_size_limit):
+    target = tmp_path / "page.html"
+    write_file(target, b"old")
+    with file_size_limit(3), pytest.raises(OSError, match="File too large") as caught:
+        write_file(target, b"longer")
+    assert caught.value.filename == str(target)
+    assert target.read_bytes() == b"old"
+    write_file(target, b"longer")
+    assert target.read_bytes() == b"longer"
+    assert names(tmp_path) == {"page.html"}
+
+
+def test_a_read_only_parent_is_found_before_the_work(as_somebody):
+    place, unprivileged = as_somebody
+    refuse_unwritable(place / "new" / "model")
+    place.chmod(0o555)
+    with unprivileged(), pytest.raises(CheckpointError, match=f"new/model cannot be written: {place} is not writable"):
+        refuse_unwritable(place / "new" / "model")

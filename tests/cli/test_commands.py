@@ -1,12 +1,16 @@
 """The command line: every command and option, what each command prints, and the exit codes."""
 
 import csv
+import errno
 import io
 import json
 import logging
 import re
+import shlex
+import signal
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -16,12 +20,14 @@ import yaml
 from safetensors.torch import load_file
 
 from tiny_runs import reviews, write_csv, write_jsonl
+from trimtab.__main__ import main as run_script
 from trimtab.build.resume_rules import flat
 from trimtab.cli.main import app
 from trimtab.cli.output import show_table
 from trimtab.hardware.extras import install_line
 from trimtab.recipe.schema import Recipe
 from trimtab.recipe.schema_keys import choices_of, keys_of
+from trimtab.report.compare import Comparison
 from trimtab.report.studies import STUDIES
 
 SCRIPT = Path(sys.executable).with_name("trimtab")
@@ -216,6 +222,18 @@ def test_train_prints_its_result(trimtab, bert):
     assert done.out.endswith('\nnext: trimtab predict runs/reviews/first --text "…"\n')
 
 
+def test_commands_to_paste_are_quoted(trimtab, bert):
+    """Names with spaces and quotes: what is printed works in a shell."""
+    train = ("train", "--model", bert, "--data", "reviews.csv", "--max-steps", 1, "--out", "my run's")
+    done = trimtab(*train)
+    assert shlex.split(done.out.rpartition("next: ")[2]) == ["trimtab", "predict", "my run's", "--text", "…"]
+    again = trimtab(*train)
+    longer = shlex.split(again.err.rpartition("train longer: ")[2])
+    assert longer == ["trimtab", "resume", "my run's", "--set", "train.epochs=…"]
+    missing = trimtab("predict", "my run's", "reviews.csv", "--out", "my folder/it's.csv")
+    assert missing.err.endswith("mkdir -p 'my folder'\n")
+
+
 def test_every_flag_reaches_the_recipe(trimtab, bert, own_folder):
     for file, rows in (("mine.csv", ROWS), ("held-out.csv", reviews(9, 500))):
         write_csv(own_folder / file, [{"body": row["text"], "stars": row["label"]} for row in rows])
@@ -345,6 +363,16 @@ def test_convert_and_check(trimtab, bert):
     assert "converted.yaml exists" in again.err
 
 
+def test_a_full_disk_leaves_no_half_recipe(trimtab, bert, file_size_limit):
+    with file_size_limit(300):
+        done = trimtab("init", "--model", bert, "--data", "reviews.csv", "--to", "my own.yaml")
+    assert done.code == 2
+    assert "my own.yaml cannot be written: File too large\n  cure: free space on that disk, or choose" in done.err
+    assert not list(Path().glob("*my own*"))
+    done = trimtab("init", "--model", bert, "--data", "reviews.csv", "--to", "my own.yaml")
+    assert (done.code, done.out) == (0, "my own.yaml written; next: trimtab check 'my own.yaml'\n")
+
+
 def test_init_check_train(trimtab, bert):
     """A recipe written by init is valid and trains."""
     done = trimtab("init", "--model", bert, "--data", "reviews.csv", "--task", "classify", "--to", "mine.yaml")
@@ -400,6 +428,40 @@ def test_doctor(trimtab):
     for word in ("python", "device", "precision: auto", "bf16", "fp16", "attention", "transformers", torch.__version__):
         assert word in done.out
     assert "mlflow" in done.out
+
+
+def test_an_interrupt_while_the_command_line_is_imported(monkeypatch, capsys):
+    class Importing(types.ModuleType):
+        def __getattr__(self, name):
+            raise KeyboardInterrupt
+
+    monkeypatch.setitem(sys.modules, "trimtab.cli.main", Importing("trimtab.cli.main"))
+    with pytest.raises(SystemExit) as ending:
+        run_script()
+    assert (ending.value.code, capsys.readouterr().err) == (130, "stopped\n")
+
+
+def test_an_interrupt_before_typer_has_taken_over(trimtab, monkeypatch):
+    def interrupted():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("trimtab.cli.main.app", interrupted)
+    done = trimtab("doctor")
+    assert (done.code, done.err) == (130, "stopped\n")
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL, "another one while Python exits prints no traceback"
+
+
+def test_a_file_without_permission_is_no_internal_error(trimtab, monkeypatch):
+    def refused():
+        raise PermissionError(errno.EACCES, "Permission denied", "my run/run.json")
+
+    monkeypatch.setattr("trimtab.hardware.doctor.collect_findings", refused)
+    done = trimtab("doctor")
+    assert done.code == 1
+    assert done.err == (
+        "error: my run/run.json: Permission denied\n"
+        "  cure: see its owner and permissions: ls -ld 'my run' 'my run/run.json'\n"
+    )
 
 
 def test_an_interrupt_is_not_silent(trimtab, monkeypatch):
@@ -512,6 +574,22 @@ def test_mistakes_of_compare_are_found_before_anything_runs(trimtab, bert, own_f
         assert (done.code, done.out) == (2, "")
         assert words in done.err
     assert not Path("runs").exists()
+
+
+def test_a_full_disk_does_not_hide_what_compare_measured(trimtab, bert, own_folder, monkeypatch):
+    def full(found, folder, title):
+        raise OSError(errno.ENOSPC, "No space left on device", str(folder / "results.json"))
+
+    def measured(recipe, candidates, protocol, *, logs):
+        facts = {"steps": 20, "repeats": 1, "warmup steps": 2, "each run": "a fresh process"}
+        return Comparison(tuple(one.outcome() for one in candidates), facts, {}, {})
+
+    monkeypatch.setattr("trimtab.commands.compare.compare", measured)
+    monkeypatch.setattr("trimtab.report.tables.write_folder", full)
+    (own_folder / "recipe.yaml").write_text(f"model: {bert}\ndata: {{train: reviews.csv}}\n")
+    done = trimtab("compare", "recipe.yaml", "--vary", "train.lr=1,2", "--out", "results")
+    assert (done.code, "samples/s" in done.out) == (1, True)
+    assert "error: results/results.json: No space left on device\n  cure: free space on that disk" in done.err
 
 
 # ---------------------------------------------------------------------- data and predictions

@@ -350,7 +350,7 @@ def test_variants_run_in_turn_and_failures_are_rows(recipe, own_folder, home, ca
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_ctrl_c_keeps_what_is_done(recipe, own_folder, home, how):
     """And leaves no process behind."""
     command = [sys.executable, "-m", "trimtab", "compare", str(recipe), "--vary", "train.optimizer=sgd,adamw"]

@@ -66,6 +66,15 @@ def test_tables_and_files(model, data, trimtab_command):
     assert [path.name for path in Path("mine").iterdir()] == ["thesis.txt"]
 
 
+def test_a_read_only_folder_is_refused_before_the_model_is_loaded(trimtab_command, as_somebody):
+    place, unprivileged = as_somebody
+    place.chmod(0o555)
+    with unprivileged():
+        code, out, err = trimtab_command("evaluate", "nothing", "nowhere.csv", "--out", place / "found")
+    assert (code, out) == (2, "")
+    assert f"found cannot be written: {place} is not writable\n  cure: make it writable, or choose another" in err
+
+
 def test_the_rows_of_the_run_by_default(model, trimtab_command):
     code, out, _ = trimtab_command("evaluate", model, "--json", "--rows", "20")
     assert code == 0

@@ -7,7 +7,7 @@ import yaml
 from torch.cuda import _memory_viz
 
 from tiny_runs import reviews, write_csv
-from trimtab.commands.memory import draw_memory
+from trimtab.commands.memory import draw_memory, write_snapshot
 from trimtab.errors import RecipeError
 from trimtab.recipe.schema import Recipe
 
@@ -79,6 +79,15 @@ def test_a_file_that_cannot_be_written_is_said_so(trimtab_command, own_folder, r
     assert "taken/page.html cannot be written" in err
     assert trimtab_command("memory", "recipe.yaml", "--gpu", "t4", "--length", 16, "--snapshot", ".")[0] == 2
     assert not (own_folder / "memory.html").exists(), "refused before anything is computed"
+
+
+def test_a_full_disk_leaves_the_older_page(own_folder, file_size_limit):
+    page = own_folder / "memory.html"
+    page.write_text("older")
+    with file_size_limit(100), pytest.raises(RecipeError, match=r"(?s)memory\.html cannot be written.*free space"):
+        write_snapshot({"segments": "x" * 1000}, page)
+    assert page.read_text() == "older"
+    assert list(own_folder.iterdir()) == [page]
 
 
 def test_a_page_replaces_a_page_and_nothing_else(trimtab_command, own_folder, recipe):

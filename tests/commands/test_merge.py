@@ -314,6 +314,16 @@ def test_a_model_that_is_broken_is_not_written(own_folder, tiny, data):
     assert not Path("merged").exists()
 
 
+def test_a_full_disk(own_folder, tiny, data, trimtab, file_size_limit):
+    model, tok = adapted(tiny.folder("bert"), "sequence-classification", LABELS)
+    export_run("run", model, tok, data)
+    with file_size_limit(2000):
+        code, _, err = trimtab("merge", "run", "merged", "--rows", "4", "--device", "cpu")
+    assert code == 1
+    assert f"error: {own_folder / 'merged'}: File too large\n  cure: free space on that disk" in err
+    assert not list(own_folder.glob("*merged*"))
+
+
 def test_rows_that_are_gone(own_folder, tiny, data):
     model, tok = adapted(tiny.folder("bert"), "sequence-classification", LABELS)
     export_run("run", model, tok, data)

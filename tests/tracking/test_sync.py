@@ -127,6 +127,21 @@ def test_a_port_that_does_not_exist(trimtab_command, monkeypatch):
     assert (code, "port 99999 does not exist" in err) == (2, True)
 
 
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGHUP])
+def test_a_closed_terminal_leaves_no_server(monkeypatch, how):
+    start = subprocess.Popen
+    monkeypatch.setattr(page.subprocess, "Popen", lambda command, **settings: start(["sleep", "600"], **settings))
+    before = signal.getsignal(how)
+    with (
+        Path("log").open("w") as log,
+        pytest.raises(KeyboardInterrupt),
+        page._start_server("sqlite:///mlflow.db", 5000, log.fileno()) as server,
+    ):
+        signal.raise_signal(how)
+    assert server.returncode == -signal.SIGTERM
+    assert signal.getsignal(how) is before
+
+
 @pytest.mark.slow
 def test_a_page_that_cannot_start_says_why(trimtab_command, monkeypatch):
     """No database answers there, and its password is neither shown nor on a command line."""

@@ -20,7 +20,7 @@ from trimtab.build.tracking import sync_run
 from trimtab.errors import RecipeError, TrimtabError, UserError
 from trimtab.run import resume
 from trimtab.runs.journal import VOLATILE_KEYS
-from trimtab.runs.run_folder import RunFolder
+from trimtab.runs.run_folder import RunFolder, find_run
 from trimtab.runs.tracking_file import RunDescription
 from trimtab.tracking.upload import uploader
 from trimtab.tracking.upload.uploader import MlflowUploader
@@ -234,3 +234,23 @@ def test_an_uploader_that_dies_is_reported_and_nothing_waits_for_it(tmp_path, ca
     folder.record({"loss": 1.0}, 1)
     folder.finish("finished")
     assert any("trimtab track sync" in line for line in caplog.messages)
+
+
+def test_ctrl_c_during_the_last_upload_skips_it_and_the_run_has_finished(tmp_path, caplog, monkeypatch):
+    """The process that is started here never writes a message, as one of a server that hangs."""
+    caplog.set_level("INFO", logger="trimtab")
+    (tmp_path / "python").write_text("#!/bin/sh\nexec sleep 3600\n")
+    (tmp_path / "python").chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    folder = RunFolder(tmp_path / "my run")
+    folder.start({}, 1)
+    upload = MlflowUploader(folder.path, "http://127.0.0.1:1", RunDescription(name="run"))
+    folder.track(upload)
+    process = upload._process
+    monkeypatch.setattr(upload._messages, "get", lambda timeout: signal.raise_signal(signal.SIGINT))
+    folder.finish("finished")
+    assert process.poll() is not None
+    assert caplog.messages[-2] == "the upload was interrupted"
+    assert caplog.messages[-1].endswith(f"yet: trimtab track sync '{folder.path}'")
+    assert find_run(folder.path)["state"] == "finished"
+    RunFolder(folder.path, resumes=True).give_up()  # its lock was released

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from trimtab.errors import RecipeError
+from trimtab.errors import RecipeError, as_argument
 from trimtab.recipe.schema import Recipe
 from trimtab.techniques import TECHNIQUES
 from trimtab.techniques.adapter import adapter_settings
@@ -89,10 +89,11 @@ def differences(before: Recipe, now: Recipe) -> list[Difference]:
     if refused:
         lines = "".join(f"\n  {difference}" for difference in refused)
         run = now.out or "RUN"
+        merged = f", after `trimtab merge {as_argument(run)} DIR`: model: DIR"
+        model = f": model: {run}" if before.adapter == "none" else merged
         raise RecipeError(
             f"the run cannot be resumed with {'these changes' if len(refused) > 1 else 'this change'}:{lines}",
-            "restore the old values; or start a new run from the model"
-            + (f": model: {run}" if before.adapter == "none" else f", after `trimtab merge {run} DIR`: model: DIR"),
+            f"restore the old values; or start a new run from the model{model}",
         )
     return found
 

@@ -9,7 +9,7 @@ from trimtab.build.paths import with_moved_paths
 from trimtab.build.resume_rules import find_differences
 from trimtab.build.start_point import directory_of, step_number
 from trimtab.checkpoint.checkpoints_folder import CheckpointsFolder
-from trimtab.errors import RecipeError
+from trimtab.errors import RecipeError, as_argument
 from trimtab.log import say
 from trimtab.recipe.load import LoadedRecipe, load_recipe, load_to_resume
 from trimtab.recipe.schema import Recipe
@@ -61,7 +61,7 @@ def _report_no_settings(run: Path) -> None:
     if not CheckpointsFolder(run / CHECKPOINTS).checkpoints():
         raise RecipeError(
             f"{run / RECIPE} is missing or was changed since the run wrote it, and there is no checkpoint yet",
-            f"start again with your own recipe: trimtab train RECIPE --out {run} --fresh",
+            f"start again with your own recipe: trimtab train RECIPE --out {as_argument(run)} --fresh",
         )
     say(f"{run / RECIPE} was changed since the run wrote it; it is used, because the checkpoints contain no settings")
 

@@ -13,7 +13,7 @@ from trimtab.build.tracking import build_uploader
 from trimtab.checkpoint.export import read_facts
 from trimtab.distributed.environment import read_rank_info
 from trimtab.engine.engine import Engine
-from trimtab.errors import Stopped, TrimtabError
+from trimtab.errors import Stopped, TrimtabError, as_argument
 from trimtab.inference.load import load
 from trimtab.inference.predict_text import predict_text
 from trimtab.log import say
@@ -102,7 +102,7 @@ def record_end(run: EndedRun, result: FitResult, folder: Folder, show: Progress)
             why = result.save_failure or "checkpoint.every is null"
             problem = f"stopped after step {result.step}; no checkpoint was saved: {why}"
             raise TrimtabError(f"{result.interruption}: {problem}")
-        cure = f"resume with: trimtab resume {folder.path}"
+        cure = f"resume with: trimtab resume {as_argument(folder.path)}"
         raise Stopped(f"{result.interruption}: saved after step {result.step}; {cure}")
 
 

@@ -4,7 +4,7 @@ from trimtab.build.parts import Data, EndedRun
 from trimtab.build.report_facts import update_facts
 from trimtab.data.rows import Rows
 from trimtab.data.tasks.base import GENERATING_TASKS
-from trimtab.errors import UserError, summarize_error
+from trimtab.errors import UserError, as_argument, summarize_error
 from trimtab.hardware.memory import (
     free_host_memory,
     free_memory,
@@ -62,7 +62,8 @@ def add_samples(run: EndedRun, result: FitResult, folder: Folder, show: Progress
             return False
         except Exception as error:  # the run has ended well: its model is saved, and nothing may change that
             problem = summarize_error(error)
-    say(f"no samples in the report: {problem}; make them with: trimtab report {folder.path} --samples {num_samples}")
+    command = f"trimtab report {as_argument(folder.path)} --samples {num_samples}"
+    say(f"no samples in the report: {problem}; make them with: {command}")
     return False
 
 

@@ -11,7 +11,7 @@ from trimtab.build.paths import with_absolute_paths, with_moved_paths
 from trimtab.build.resume_rules import Difference, differences
 from trimtab.checkpoint.checkpoints_folder import CheckpointsFolder
 from trimtab.distributed.environment import restarted_job_id
-from trimtab.errors import CheckpointError, RecipeError
+from trimtab.errors import CheckpointError, RecipeError, as_argument
 from trimtab.log import say
 from trimtab.recipe.load import load_recipe
 from trimtab.recipe.schema import Recipe
@@ -62,7 +62,7 @@ def _resumed(path: Path, run: Mapping[str, Any], recipe: Recipe, step: int | Non
     stored = shelf.open(step)
     found = _compare(path, None if stored is None else stored.facts.get("settings"), recipe)
     if stored is None:
-        scratch = f"trimtab train {path / RECIPE} --out {path} --fresh"
+        scratch = f"trimtab train {as_argument(path / RECIPE)} --out {as_argument(path)} --fresh"
         damaged = shelf.checkpoints()
         if damaged:  # they may be repairable, or the disk may recover: do not start from scratch
             raise CheckpointError(

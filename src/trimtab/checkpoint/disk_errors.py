@@ -1,15 +1,40 @@
 """Causes and cures of the errors that the operating system raises for files and folders."""
 
 import errno
+import os
+import re
 from pathlib import Path
+
+from trimtab.errors import TrimtabError, as_argument
 
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NOT_ALLOWED = (errno.EACCES, errno.EPERM, errno.EROFS)
+_NUMBER = re.compile(r"\(os error (\d+)\)|\[Errno (\d+)\]")  # in messages of Rust's standard library and of Python
 
 
 def is_disk_full(error: OSError) -> bool:
     """Whether the disk is full, or a quota or the maximum file size is reached."""
     return error.errno in _NO_SPACE
+
+
+def is_not_allowed(error: OSError) -> bool:
+    """Whether this user may not read or write the file, or the disk is mounted read-only."""
+    return error.errno in _NOT_ALLOWED
+
+
+def as_os_error(error: BaseException) -> OSError | None:
+    """Return the error of the operating system that an exception reports; None if it reports none.
+
+    safetensors and tokenizers, which are written in Rust, and `shutil.copytree` raise exceptions of their own, with the
+    number in the text.
+    """
+    if isinstance(error, OSError) and error.errno is not None:
+        return error
+    found = None if isinstance(error, TrimtabError) else _NUMBER.search(str(error))
+    if found is None:
+        return None
+    number = int(found[1] or found[2])
+    return OSError(number, os.strerror(number))
 
 
 def failed_path(error: OSError) -> str | None:
@@ -36,5 +61,5 @@ def cure_for_os_error(error: OSError, other: str = "choose another folder", less
     if error.errno == errno.ENOTDIR:
         return f"part of this path is a file: {other}"
     if error.errno == errno.ENOENT and error.filename is not None:
-        return f"mkdir -p {Path(str(error.filename)).parent}, or {other}"
+        return f"mkdir -p {as_argument(Path(str(error.filename)).parent)}, or {other}"
     return f"check that the disk is mounted and healthy, or {other}"

@@ -1,7 +1,7 @@
-"""Atomic replacement of a folder: write to a temporary folder next to it, sync that to disk, then rename it.
+"""Atomic replacement of a folder or file: write to a temporary one next to it, sync that to disk, then rename it.
 
-A temporary folder is named `.NAME.STATE-PID`. The state is `writing` (not complete yet), `outdated` (the folder that
-was replaced) or `removing`; the process id shows whether its writer is still running.
+A temporary folder or file is named `.NAME.STATE-PID`. The state is `writing` (not complete yet), `outdated` (the folder
+that was replaced) or `removing`; the process id shows whether its writer is still running.
 """
 
 import ctypes
@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from trimtab.checkpoint.disk_errors import as_os_error
 from trimtab.checkpoint.process_identity import was_running_at
 from trimtab.errors import CheckpointError
 
@@ -35,16 +36,47 @@ def atomic_folder(folder: str | os.PathLike[str], *, marker: str | None, what: s
     clear_leftovers(target.parent, target.name)
     temporary = _temporary(target, "writing")
     shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
     try:
+        temporary.mkdir(parents=True)
         yield temporary
         # Sync before the rename: a power cut must never show the new name with empty files.
         for path in [*temporary.rglob("*"), temporary]:
             sync_path(path)
         _replace(target, temporary)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(temporary, ignore_errors=True)
+        cause = as_os_error(error)
+        if cause is None:
+            raise
+        _name_target(cause, target, temporary)
+        raise cause from (None if cause is error else error)
+
+
+def write_file(target: Path, contents: bytes) -> None:
+    """Write a file atomically: if this fails, an older file stays.
+
+    Raises:
+        OSError: It cannot be written; the error names the target.
+    """
+    clear_leftovers(target.parent, target.name)
+    temporary = _temporary(target, "writing")
+    try:
+        temporary.write_bytes(contents)
+        sync_path(temporary)
+        temporary.replace(target)
+    except OSError as error:
+        _name_target(error, target, temporary)
         raise
+    finally:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
+def _name_target(error: OSError, target: Path, temporary: Path) -> None:
+    """Let an error name the path that the user knows: a full disk names none, others name a temporary one."""
+    named = None if error.filename is None else Path(str(error.filename)).absolute()
+    if error.errno is not None and (named is None or temporary.absolute() in (named, *named.parents)):
+        error.filename, error.filename2 = str(target), None
 
 
 @contextmanager
@@ -58,9 +90,12 @@ def folder_beside(target: Path, use: str) -> Iterator[Path]:
     name = f"{target.name}.{use}"
     clear_leftovers(target.parent, name)
     temporary = _temporary(target.with_name(name), "writing")
-    temporary.mkdir(parents=True)
     try:
+        temporary.mkdir(parents=True)
         yield temporary
+    except OSError as error:
+        _name_target(error, target, temporary)
+        raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
@@ -154,6 +189,19 @@ def refuse_foreign(target: Path, marker: str | None, what: str) -> None:
     if marker is not None and target.exists() and not (target / marker).exists() and any(target.iterdir()):
         raise CheckpointError(
             f"{target} contains other files, which the {what} would replace", "choose a new or empty folder"
+        )
+
+
+def refuse_unwritable(target: Path) -> None:
+    """Refuse a folder that this user cannot create: for commands that work for long before they write.
+
+    Raises:
+        CheckpointError: The nearest folder that exists is read-only.
+    """
+    nearest = next(folder for folder in target.absolute().parents if folder.is_dir())
+    if not os.access(nearest, os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids):
+        raise CheckpointError(
+            f"{target} cannot be written: {nearest} is not writable", "make it writable, or choose another folder"
         )
 
 

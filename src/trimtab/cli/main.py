@@ -4,14 +4,17 @@ The commands are in the other files of this folder, one file per group. They par
 happen inside them, which keeps `trimtab --help` fast.
 """
 
+import shlex
+import signal
 import sys
 from contextlib import suppress
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 import trimtab
-from trimtab.checkpoint.disk_errors import failed_path, is_disk_full
+from trimtab.checkpoint.disk_errors import failed_path, is_disk_full, is_not_allowed
 from trimtab.cli.cluster import cluster
 from trimtab.cli.distill import distill
 from trimtab.cli.evaluate import evaluate
@@ -77,17 +80,24 @@ def main() -> None:
     except TrimtabError as error:
         _print_error(f"error: {error}", fg="red" if sys.stderr.isatty() else None)
         sys.exit(error.exit_code)
+    except KeyboardInterrupt:  # before typer has taken over
+        _print_interrupted()
+        sys.exit(INTERRUPTED)
     except SystemExit as ended:
         if ended.code == INTERRUPTED:  # typer turns a KeyboardInterrupt into this exit code and prints nothing
-            _print_error("stopped")
+            _print_interrupted()
         if not ended.code:
             _end_rank()
         raise
     except OSError as error:
-        if not is_disk_full(error):
+        place = failed_path(error)
+        if is_disk_full(error):
+            cure = "free space on that disk"
+        elif is_not_allowed(error) and place is not None:
+            cure = f"see its owner and permissions: {shlex.join(['ls', '-ld', str(Path(place).parent), place])}"
+        else:
             raise
-        place = failed_path(error) or "the output disk"
-        _print_error(f"error: {place}: {error.strerror}\n  cure: free space on that disk")
+        _print_error(f"error: {place or 'the output disk'}: {error.strerror}\n  cure: {cure}")
         sys.exit(1)
     finally:
         flush_streams()
@@ -99,6 +109,11 @@ def _end_rank() -> None:
 
         if is_rank_of_many():
             end_finished_rank()
+
+
+def _print_interrupted() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # another Ctrl-C while Python exits would print a traceback
+    _print_error("stopped")
 
 
 def _print_error(text: str, fg: str | None = None) -> None:

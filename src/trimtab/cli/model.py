@@ -8,7 +8,7 @@ import typer
 
 from trimtab.cli.options import Device, NewFolder
 from trimtab.cli.output import show_merged
-from trimtab.errors import DataError, RecipeError
+from trimtab.errors import DataError, RecipeError, as_argument
 
 
 def predict(
@@ -48,7 +48,7 @@ def predict(
         lines = predict_lines(load(model, device=where), _read_stdin(), probabilities=probabilities, **sizes)
         typer.echo(lines, nl=False)
     elif out is None:
-        raise RecipeError("--out is missing", f"--out {file.stem}-predicted.csv")
+        raise RecipeError("--out is missing", f"--out {as_argument(f'{file.stem}-predicted.csv')}")
     else:
         check_files(file, out, overwrite=overwrite)
         columns: dict[str, Any] = {"text": column, "probabilities": probabilities}

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from trimtab.errors import RecipeError
+from trimtab.errors import RecipeError, as_argument
 from trimtab.log import logger
 from trimtab.units import format_bytes, format_seconds
 
@@ -111,11 +111,11 @@ def show_result(result: "Result") -> None:
         rows.append(("report", str(result.folder / "report.html")))
     show_table(("", ""), rows)
     if fit.interruption:
-        typer.echo(f"\nnext: trimtab resume {result.folder}")
+        typer.echo(f"\nnext: trimtab resume {as_argument(result.folder)}")
     elif result.best is not None and result.best.exists():
         is_masked = read_facts(result.best).get("task") == "masked-lm"  # it predicts nothing about a text
         command = "trimtab evaluate {}" if is_masked else 'trimtab predict {} --text "…"'
-        typer.echo(f"\nnext: {command.format(result.folder)}")
+        typer.echo(f"\nnext: {command.format(as_argument(result.folder))}")
 
 
 def show_demo(result: "Result") -> None:
@@ -133,11 +133,12 @@ def show_demo(result: "Result") -> None:
         ],
     )
     text = "a film that stays with you" if name == "accuracy" else "The film is"
+    recipe, longer = as_argument(result.folder / "recipe.yaml"), as_argument(f"{result.folder}-longer")
     typer.echo(
         "\ntry next:\n"
-        f'  trimtab predict {result.folder} --text "{text}"\n'
-        f"  trimtab data show {result.folder / 'recipe.yaml'}\n"
-        f"  trimtab train {result.folder / 'recipe.yaml'} --epochs 2 --out {result.folder}-longer"
+        f'  trimtab predict {as_argument(result.folder)} --text "{text}"\n'
+        f"  trimtab data show {recipe}\n"
+        f"  trimtab train {recipe} --epochs 2 --out {longer}"
     )
 
 

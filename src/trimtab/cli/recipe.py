@@ -6,10 +6,12 @@ from typing import Annotated
 
 import typer
 
+from trimtab.checkpoint.disk_errors import cure_for_os_error
+from trimtab.checkpoint.folder import write_file
 from trimtab.cli.options import DataSource, Device, EvalSource, Model, Quiet, RecipeFile, Sets, Task
 from trimtab.cli.options import load as load_with_flags
 from trimtab.cli.output import set_verbosity, show, show_plans, show_proof
-from trimtab.errors import DoesNotFit, RecipeError
+from trimtab.errors import DoesNotFit, RecipeError, as_argument
 
 
 def init(
@@ -25,7 +27,7 @@ def init(
     _refuse_existing(to, "--to")
     text = render_commented_yaml({"model": model, "data.train": data, "data.eval": eval_data, "task": task})
     _write_recipe(to, text, "--to")
-    typer.echo(f"{to} written; next: trimtab check {to}")
+    typer.echo(f"{to} written; next: trimtab check {as_argument(to)}")
 
 
 def convert(
@@ -49,7 +51,7 @@ def convert(
     )
     for name, _, reason in converted.lost:
         typer.echo(f"  {name}: {reason}")
-    typer.echo(f"next: trimtab check {out}")
+    typer.echo(f"next: trimtab check {as_argument(out)}")
 
 
 def _refuse_existing(path: Path, option: str) -> None:
@@ -59,11 +61,10 @@ def _refuse_existing(path: Path, option: str) -> None:
 
 def _write_recipe(path: Path, text: str, option: str) -> None:
     try:
-        path.write_text(text, encoding="utf-8")
+        write_file(path, text.encode())
     except OSError as error:
-        raise RecipeError(
-            f"{path} cannot be written: {error.strerror}", f"choose another file with {option}"
-        ) from error
+        cure = cure_for_os_error(error, f"choose another file with {option}")
+        raise RecipeError(f"{path} cannot be written: {error.strerror}", cure) from error
 
 
 def check(

@@ -166,12 +166,13 @@ def compare(
     candidates = check_variants(recipe, chosen, sets or [], origin=origin)
     folder = make_folder(base, out)
     found = run_comparison(base, candidates, protocol, logs=folder / "logs")
-    files = write_folder(found, folder, f"Variants of {recipe or 'a recipe'}")
-    if not quiet:
+    if not quiet:  # first: a full disk must not hide what took long to measure
         show_table(*main_table(found))
         show_table(*anatomy_table(found))
-        lines = [verdict(found), *notes(found), " ".join(str(file) for file in files)]
-        typer.echo("\n" + "\n\n".join(lines))
+        typer.echo("\n" + "\n\n".join([verdict(found), *notes(found)]))
+    files = write_folder(found, folder, f"Variants of {recipe or 'a recipe'}")
+    if not quiet:
+        typer.echo("\n" + " ".join(str(file) for file in files))
     if track:  # last: a server that does not answer must not hide the results
         line = track_comparison(found, base, folder, files)
         if not quiet:

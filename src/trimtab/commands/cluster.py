@@ -22,7 +22,7 @@ from trimtab.compress.clustered_model import clustered_weights
 from trimtab.compress.clustered_weight import ClusteredWeight
 from trimtab.compress.clustering import ClusterSettings, storable
 from trimtab.compress.palette_training import train_palettes, use_clustered
-from trimtab.errors import ModelError, RecipeError
+from trimtab.errors import ModelError, RecipeError, as_argument
 from trimtab.hardware.inventory import find_device
 from trimtab.inference.adapted import refuse_unmergeable
 from trimtab.inference.held_out import HeldOut, read_held_out
@@ -152,7 +152,9 @@ class _Evaluator:
 def _check(source: str, settings: ClusterSettings, calibration: str | Path | None, train_steps: int) -> None:
     if is_adapter(source):
         refuse_unmergeable(source)
-        raise ModelError(f"{source} is an adapter: only whole models can be clustered", f"trimtab merge {source} DIR")
+        raise ModelError(
+            f"{source} is an adapter: only whole models can be clustered", f"trimtab merge {as_argument(source)} DIR"
+        )
     if Path(source).is_dir() and is_clustered(source):
         raise ModelError(f"{source} is already clustered", "pass the original model")
     if not source.endswith(".gguf") and is_quantized_config(load_config(source)):

@@ -166,7 +166,7 @@ def compare(recipe: Recipe, candidates: Sequence[VariantRuns], protocol: Protoco
     surroundings: dict[str, str] = {}
     is_complete = True
     began = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="trimtab-compare-") as home, _sigterm_as_interrupt():
+    with tempfile.TemporaryDirectory(prefix="trimtab-compare-") as home, _ended_as_interrupted():
         try:
             for repeat, (number, one) in itertools.product(range(protocol.num_repeats), enumerate(candidates)):
                 if one.recipe is not None and not one.failure:
@@ -192,8 +192,11 @@ def compare(recipe: Recipe, candidates: Sequence[VariantRuns], protocol: Protoco
 
 
 @contextlib.contextmanager
-def _sigterm_as_interrupt() -> Iterator[None]:
-    """Raise KeyboardInterrupt at SIGTERM, so that a job ended by its scheduler also keeps its measurements."""
+def _ended_as_interrupted() -> Iterator[None]:
+    """Raise KeyboardInterrupt at SIGTERM and SIGHUP: a job ended by its scheduler also keeps its measurements.
+
+    A closed terminal must not leave a measured process. Signals that are ignored (nohup) stay ignored.
+    """
     if threading.current_thread() is not threading.main_thread():  # others cannot set handlers
         yield
         return
@@ -201,11 +204,13 @@ def _sigterm_as_interrupt() -> Iterator[None]:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, interrupt)
+    wanted = (number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is not signal.SIG_IGN)
+    before = {number: signal.signal(number, interrupt) for number in wanted}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def shorten_recipe(values: Mapping[str, Any], num_steps: int) -> dict[str, Any]:

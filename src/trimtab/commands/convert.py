@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.addresses import HIDDEN, is_secret_name
-from trimtab.errors import RecipeError
+from trimtab.errors import RecipeError, as_argument
 from trimtab.recipe.foreign_keys.answers import Answer, left_out
 from trimtab.recipe.foreign_keys.axolotl import AXOLOTL, DEFAULTS, INSTEAD, REFUSED
 from trimtab.recipe.foreign_keys.axolotl_data import dataset_answers
@@ -159,7 +159,7 @@ def _read(path: Path) -> dict[str, Any]:
         raise RecipeError(f"{place}: {name} is given twice, first on line {first_line}", "keep one of them")
     config = document.values
     if "model" in config and "base_model" not in config:
-        raise RecipeError(f"{path} is already a recipe", f"trimtab check {path}")
+        raise RecipeError(f"{path} is already a recipe", f"trimtab check {as_argument(path)}")
     if "base_model" not in config or not any(config.get(name) for name in _DATASETS[:2]):
         raise RecipeError(
             f"{path} is not an Axolotl config: it needs base_model, and datasets or pretraining_dataset",

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.checkpoint.disk_errors import cure_for_os_error
+from trimtab.checkpoint.folder import write_file
 from trimtab.commands.measured_step import MeasuredStep, measure_step
 from trimtab.commands.report import refuse_other_file
 from trimtab.errors import DoesNotFit, RecipeError
@@ -152,7 +153,7 @@ def write_snapshot(snapshot: dict[str, Any], path: Path) -> None:
 def _write(path: Path, contents: bytes) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(contents)
+        write_file(path, contents)
     except OSError as error:
         cure = cure_for_os_error(error, "choose another file")
         raise RecipeError(f"{path} cannot be written: {error.strerror or error}", cure) from error

@@ -17,6 +17,7 @@ import torch
 
 from trimtab.build.data import build_data
 from trimtab.checkpoint.export import export_model
+from trimtab.checkpoint.folder import refuse_unwritable
 from trimtab.data.tasks.base import Task
 from trimtab.data.tokens import TokenDataset, cached
 from trimtab.errors import DataError, ModelError, RecipeError
@@ -130,6 +131,7 @@ def _check_arguments(onto: str, dtype: str, num_rows: int, target: Path) -> None
         raise RecipeError(f"--rows {num_rows} compares nothing", "--rows 1 or more")
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise RecipeError(f"{target} is not empty", "pass a new folder")
+    refuse_unwritable(target)
 
 
 def _check_closeness(

@@ -10,7 +10,7 @@ from typing import Any
 
 from trimtab.checkpoint.export import FACTS, read_facts
 from trimtab.checkpoint.model_card import public_facts
-from trimtab.errors import ModelError, RecipeError, summarize_error
+from trimtab.errors import ModelError, RecipeError, as_argument, summarize_error
 
 _NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -44,7 +44,7 @@ class HubRepository:
         Raises:
             ModelError: The upload failed; the folder is not changed.
         """
-        cure = f"the model is in {folder}; push it later: hf upload {self.name} {folder}"
+        cure = f"the model is in {folder}; push it later: hf upload {self.name} {as_argument(folder)}"
         self._call("create_repo", cure, repo_id=self.name, private=True, exist_ok=True)
         about = {"repo_id": self.name, "commit_message": "Export of trimtab"}
         facts = json.dumps(public_facts(read_facts(folder)), indent=1, ensure_ascii=False)

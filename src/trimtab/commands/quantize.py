@@ -29,7 +29,7 @@ from trimtab.compress.file_quantization import FileQuantization
 from trimtab.compress.quantized_layers import QuantizedLayers
 from trimtab.compress.weight_files import WeightShards
 from trimtab.compress.weight_formats import FORMATS, WeightFormat
-from trimtab.errors import ModelError, RecipeError
+from trimtab.errors import ModelError, RecipeError, as_argument
 from trimtab.hardware.inventory import find_device
 from trimtab.inference.adapted import read_adapter_source, refuse_unmergeable
 from trimtab.inference.held_out import HeldOut, tokenized
@@ -136,7 +136,9 @@ def _check_no_rows(data: Any, bound: Bound | None) -> None:
 def _quantize_files(source: str, target: Path, format: WeightFormat, dtype: str, device: torch.device) -> Quantized:
     """Quantize a model weight by weight, without loading it."""
     if is_adapter(source):
-        raise ModelError(f"{source} is an adapter", f"trimtab merge {source} MERGED; trimtab quantize MERGED --rows 0")
+        raise ModelError(
+            f"{source} is an adapter", f"trimtab merge {as_argument(source)} MERGED; trimtab quantize MERGED --rows 0"
+        )
     _refuse_quantized(source, source)
     rest = _rest_dtype(dtype, _stored_dtype(source), [format])
     format.check(device, rest)
@@ -212,7 +214,7 @@ def _load_original(source: str, origin: str, device: torch.device) -> LoadedMode
         if adapter.quantization is not None:
             raise ModelError(
                 f"{source} is an adapter that was trained on a base in {adapter.quantization.name}",
-                f"trimtab merge {source} MERGED --onto dequantized; trimtab quantize MERGED FOLDER",
+                f"trimtab merge {as_argument(source)} MERGED --onto dequantized; trimtab quantize MERGED FOLDER",
             )
         loaded = load(source, device=device, dtype=torch.float32)
         attached = adapter_of(loaded.model)

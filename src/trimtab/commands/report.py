@@ -1,11 +1,11 @@
 """`trimtab report`: write the report of a run again, or of several runs side by side, or serve it."""
 
 import contextlib
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from trimtab.checkpoint.disk_errors import cure_for_os_error
+from trimtab.checkpoint.folder import write_file
 from trimtab.errors import RecipeError
 from trimtab.report.page.document import MARK, PAGE
 from trimtab.report.page.run_files import read_run
@@ -48,13 +48,9 @@ def write_text(target: Path, text: str) -> None:
     Raises:
         RecipeError: The file cannot be written.
     """
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.writing")
     try:
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(target)
+        write_file(target, text.encode())
     except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
         cure = cure_for_os_error(error, "choose another --out")
         raise RecipeError(f"{target} cannot be written: {error.strerror or error}", cure) from error
 

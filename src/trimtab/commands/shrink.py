@@ -12,6 +12,7 @@ import torch
 
 from trimtab.build.data import build_data
 from trimtab.checkpoint.export import as_json, export_model
+from trimtab.checkpoint.folder import refuse_unwritable
 from trimtab.commands.cluster import cluster
 from trimtab.commands.export import export
 from trimtab.commands.held_out import held_out_of
@@ -90,6 +91,7 @@ def shrink(
     target = Path(folder)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise RecipeError(f"{target} is not empty", "pass a new folder")
+    refuse_unwritable(target)
     where = find_device(device)
     place = resolve_source(local_source(source), adapters=True)
     target.mkdir(parents=True, exist_ok=True)

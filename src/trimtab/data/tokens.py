@@ -17,7 +17,7 @@ import torch
 
 from trimtab.data.cache_folder import cache_folder
 from trimtab.data.fingerprint import FingerprintError, fingerprint
-from trimtab.errors import DataError
+from trimtab.errors import DataError, as_argument
 from trimtab.log import log_info_once, say
 
 _FORMAT = "2"
@@ -166,7 +166,9 @@ class TokenDataset(torch.utils.data.Dataset[dict[str, Any]]):
             }
             return cls(fields, _shared(offsets), int(metadata["num_truncated"]))
         except (SafetensorError, OSError, ValueError, KeyError) as error:
-            raise DataError(f"{path} is not a readable token file: {error}", f"delete it: rm {path}") from error
+            raise DataError(
+                f"{path} is not a readable token file: {error}", f"delete it: rm {as_argument(path)}"
+            ) from error
 
 
 def _plain(value: Any) -> Any:

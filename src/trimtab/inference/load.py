@@ -12,7 +12,7 @@ from trimtab.compress.clustered_file import is_clustered
 from trimtab.compress.clustered_model import load_clustered_model
 from trimtab.compress.clustered_modules import ClusteredModule
 from trimtab.compress.weight_formats import check_stored_formats
-from trimtab.errors import DataError, ModelError
+from trimtab.errors import DataError, ModelError, as_argument
 from trimtab.inference.adapted import load_adapted_model, load_adapter_tokenizer, read_adapter_source
 from trimtab.inference.model_kind import model_kind
 from trimtab.inference.onnx_generator import load_onnx_model
@@ -316,7 +316,7 @@ def _load_whole(request: _Request) -> _Found:
         parts = ", ".join(sorted(newly_initialized(model))[:2])
         raise ModelError(
             f"{name} is not trained for {task_name}: it has no weights for {parts}",
-            f"trimtab train --model {name} --data FILE",
+            f"trimtab train --model {as_argument(name)} --data FILE",
         )
     if not is_quantized_model(model):  # loaded to its device
         model.to(request.device)

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from trimtab.errors import ModelError
+from trimtab.errors import ModelError, as_argument
 
 KINDS_OF_TASKS = {
     "classify": "sequence-classification",
@@ -50,7 +50,7 @@ def model_kind(name: str, config: Any, task: str | None = None) -> str:
             return kind
     raise ModelError(
         f"{name} is a {architecture}, which has no task head",
-        f"train one: trimtab train --model {name} --data FILE",
+        f"train one: trimtab train --model {as_argument(name)} --data FILE",
     )
 
 

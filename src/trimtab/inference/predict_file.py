@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from trimtab.checkpoint.disk_errors import cure_for_os_error, is_disk_full
-from trimtab.checkpoint.folder import clear_leftovers
+from trimtab.checkpoint.disk_errors import cure_for_os_error
+from trimtab.checkpoint.folder import write_file
 from trimtab.data.bad_rows import BadRows
 from trimtab.data.files import read_file
 from trimtab.data.rows import RowLocations, Rows
-from trimtab.errors import DataError
+from trimtab.errors import DataError, as_argument
 from trimtab.inference.classify import classify_texts, regress_texts
 from trimtab.inference.generate import generate_texts
 from trimtab.inference.inputs import read_inputs
@@ -61,7 +61,7 @@ def check_files(source: Path, target: Path, *, overwrite: bool) -> None:
             f"predictions cannot be written to {target}", f"choose a file name that ends in {', '.join(kinds)}"
         )
     if not target.parent.is_dir():
-        raise DataError(f"the folder of {target} does not exist", f"mkdir -p {target.parent}")
+        raise DataError(f"the folder of {target} does not exist", f"mkdir -p {as_argument(target.parent)}")
     if target.is_dir():
         raise DataError(f"{target} is a folder", "pass a file name")
     if source.suffix and not source.exists():
@@ -154,23 +154,13 @@ def _unused_name(name: str, taken: Sequence[str]) -> str:
 
 
 def _write(target: Path, columns: dict[str, list[Any]]) -> None:
-    clear_leftovers(target.parent, target.name)
-    temporary = target.with_name(f".{target.name}.writing-{os.getpid()}")
     try:
-        with temporary.open("wb") as file:
-            file.write(_encode(target.suffix.lower(), columns))
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(target)
+        write_file(target, _encode(target.suffix.lower(), columns))
     except OSError as error:
-        if is_disk_full(error):
-            raise
         raise DataError(
             f"{target} cannot be written: {error.strerror or error}",
             cure_for_os_error(error, "choose another output file"),
         ) from error
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _encode(suffix: str, columns: dict[str, list[Any]]) -> bytes:

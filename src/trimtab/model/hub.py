@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from trimtab.errors import MissingDependency, ModelError, UserError
+from trimtab.errors import MissingDependency, ModelError, UserError, as_argument
 from trimtab.hardware.extras import require_extra
 
 _ON_A_SERVER = ("models:/", "best:")
@@ -99,7 +99,7 @@ def _model_folder(folder: Path, adapters: bool) -> Path:
     for place in (folder, folder / "best", *outdated):
         if is_adapter(place):
             if not adapters:
-                merge = f"merge it first: trimtab merge {folder} DIR"
+                merge = f"merge it first: trimtab merge {as_argument(folder)} DIR"
                 cure = "train its base again, or merge a LoRA adapter" if is_side_network(place) else merge
                 raise ModelError(f"{place} contains only an adapter", cure)
             return place
@@ -108,7 +108,7 @@ def _model_folder(folder: Path, adapters: bool) -> Path:
         if len(files := sorted(place.glob("*.gguf"))) == 1:
             return files[0]
     if any((folder / name).exists() for name in _RUN_FILES):
-        cure = f"let it run until its first evaluation: trimtab resume {folder}"
+        cure = f"let it run until its first evaluation: trimtab resume {as_argument(folder)}"
         raise ModelError(f"the run {folder} has no best model yet", cure)
     inside = sorted(path.parent.name for path in folder.glob("*/config.json"))
     names = sorted(path.name for path in folder.iterdir())

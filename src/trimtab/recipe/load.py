@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from trimtab.errors import RecipeError
+from trimtab.errors import RecipeError, as_argument
 from trimtab.log import say
 from trimtab.recipe.mistakes import Mistake, shown
 from trimtab.recipe.schema import Recipe, Section
@@ -236,7 +236,7 @@ class _Layers:
 
     def add_file(self, path: Path) -> None:
         if path.suffix.lower() in _DATA_SUFFIXES and path.is_file():
-            cure = f"pass data with --data: trimtab train --model NAME --data {path}"
+            cure = f"pass data with --data: trimtab train --model NAME --data {as_argument(path)}"
             raise RecipeError(f"{path} is a data file, not a recipe", cure)
         document = read_yaml(_read_text(path), str(path))
         self.values, self.origins = document.values, document.places
@@ -373,7 +373,8 @@ def _read_text(path: Path) -> str:
         raise RecipeError(f"{path}:{line}: not UTF-8 text", "save the recipe as UTF-8") from None
     except OSError as error:
         is_run = (path / "recipe.yaml").is_file()
-        cure = f"pass {path / 'recipe.yaml'}; or trimtab resume {path}" if is_run else "pass the path of a YAML file"
+        of_run = f"pass {path / 'recipe.yaml'}; or trimtab resume {as_argument(path)}"
+        cure = of_run if is_run else "pass the path of a YAML file"
         raise RecipeError(f"{path} cannot be read: {error.strerror}", cure) from None
 
 

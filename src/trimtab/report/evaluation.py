@@ -7,7 +7,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from trimtab.checkpoint.folder import atomic_folder, refuse_foreign
+from trimtab.checkpoint.folder import atomic_folder, refuse_foreign, refuse_unwritable
 from trimtab.inference.bootstrap import PairedDifference
 from trimtab.inference.evaluate import EvaluatedRow, Evaluation
 from trimtab.report.tables import Table
@@ -92,8 +92,9 @@ def as_dict(
 
 
 def check_evaluation_folder(folder: Path) -> None:
-    """Refuse a folder with other files; called before an evaluation that may take long."""
+    """Refuse a folder with other files, or a read-only one; called before an evaluation that may take long."""
     refuse_foreign(folder, JSON_FILE, "evaluation")
+    refuse_unwritable(folder)
 
 
 def write_evaluation(

@@ -26,7 +26,8 @@ def report_server(make_page: Callable[[str | None], str], port: int = 0) -> Thre
         return ThreadingHTTPServer((HOST, port), _handler(make_page))
     except (OSError, OverflowError) as error:
         raise RecipeError(
-            f"port {port} cannot be used: {error}", "choose another --port, or remove it to use a free one"
+            f"port {port} cannot be used: {getattr(error, 'strerror', None) or error}",
+            "choose another --port, or remove it to use a free one",
         ) from error
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from trimtab.checkpoint.disk_errors import cure_for_os_error
 from trimtab.checkpoint.mirror import is_mirror, restore
-from trimtab.errors import CheckpointError, RecipeError
+from trimtab.errors import CheckpointError, RecipeError, as_argument
 from trimtab.log import say
 from trimtab.runs.lost_status import RESTORING
 from trimtab.runs.run_folder import find_run, read_status
@@ -33,7 +33,7 @@ def recover(run: Path, out: str | None) -> Path:
     mark = target / RESTORING  # left by a copy that was killed, and not a reason to refuse the next one
     is_used = target.exists() and any(target.iterdir())
     if is_used and (read_status(target) is not None or not mark.exists()):
-        raise RecipeError(f"{target} is not empty", f"trimtab resume {target}, or choose another --out")
+        raise RecipeError(f"{target} is not empty", f"trimtab resume {as_argument(target)}, or choose another --out")
     try:
         target.mkdir(parents=True, exist_ok=True)
         mark.touch()
@@ -43,7 +43,8 @@ def recover(run: Path, out: str | None) -> Path:
         cure = cure_for_os_error(error, "choose another --out")
         raise CheckpointError(f"{run} could not be copied to {target}: {error.strerror or error}", cure) from error
     has_moved = out is None and isinstance(before, str) and Path(before).absolute() != target.absolute()
-    say(f"{run} was copied to {target}" + (f"; its original folder was {before} (--out {before})" if has_moved else ""))
+    moved = f"; its original folder was {before} (--out {as_argument(str(before))})" if has_moved else ""
+    say(f"{run} was copied to {target}{moved}")
     return target
 
 

@@ -18,7 +18,7 @@ from typing import Any
 from trimtab.checkpoint.disk_errors import cure_for_os_error
 from trimtab.checkpoint.folder import clear_leftovers, sync_path
 from trimtab.checkpoint.process_identity import is_running
-from trimtab.errors import CheckpointError, RecipeError
+from trimtab.errors import CheckpointError, RecipeError, as_argument
 from trimtab.log import log_info_once, say
 from trimtab.runs.journal import JOURNAL, Journal, first_line_end
 from trimtab.runs.lock import LOCK, RunLock, lock_holder
@@ -414,7 +414,7 @@ def check_free(path: Path) -> None:
         raise RecipeError(f"{path} is not empty, and is not a run", "choose another --out, or remove the folder")
     progress = f"step {run.get('step', 0):,} of {run.get('num_steps', 0):,}"
     if run["state"] == "finished":
-        longer = f"trimtab resume {path} --set train.epochs=…"
+        longer = f"trimtab resume {as_argument(path)} --set train.epochs=…"
         cure = f"choose another --out, pass --fresh to replace it, or train longer: {longer}"
         raise RecipeError(f"{path} contains a finished run ({progress})", cure)
     problem = f"{path} contains an unfinished run ({progress})"

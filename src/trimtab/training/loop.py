@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from trimtab.errors import CheckpointError, DoesNotFit, LossNotFinite
+from trimtab.errors import CheckpointError, DoesNotFit, LossNotFinite, as_argument
 from trimtab.garbage_collection import gc_frozen
 from trimtab.hardware.memory import is_out_of_memory, peak_memory, reset_peak_memory
 from trimtab.model.freeze import Freezing
@@ -277,7 +277,7 @@ class Trainer:
         if saved is None:
             found = "there is no checkpoint of an earlier step"
         else:
-            resume = f"trimtab resume {Path(rows).parent} --from step-{saved.step} --set train.on_nan=skip"
+            resume = f"trimtab resume {as_argument(Path(rows).parent)} --from step-{saved.step} --set train.on_nan=skip"
             found = f"the last good checkpoint is that of step {saved.step}: {resume}"
         raise LossNotFinite(explain_nonfinite(step, rows, self._engine.mixed_precision == "fp16", found))
 

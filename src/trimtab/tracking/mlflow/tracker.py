@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from trimtab.errors import RecipeError
+from trimtab.errors import RecipeError, as_argument
 from trimtab.hardware.environment import describe_environment
 from trimtab.log import say
 from trimtab.runs.journal import plain
@@ -178,7 +178,7 @@ class MlflowTracker:
         if self._resume:
             status = read_status(path)
             if status is not None and not is_own_loop(status):
-                raise RecipeError(f"{path} is a run of a recipe", f"resume it with: trimtab resume {path}")
+                raise RecipeError(f"{path} is a run of a recipe", f"resume it with: trimtab resume {as_argument(path)}")
             return path
         # unlike names in MLflow, folders must be unique
         numbered = (path.with_name(f"{self._run_name}-{number}") for number in itertools.count(2))

@@ -66,14 +66,20 @@ def _start_server(uri: str, port: int, output: int) -> "Iterator[subprocess.Pope
     if files is not None:
         environment["MLFLOW_DEFAULT_ARTIFACT_ROOT"] = files
     process = subprocess.Popen(command, env=environment, stdout=output, stderr=output, start_new_session=True)
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    before = {number: signal.signal(number, signal.default_int_handler) for number in _endings()}
     try:
         yield process
     finally:  # the server and its workers are one session
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGTERM)
         process.wait()
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _endings() -> list[signal.Signals]:
+    """The signals, besides Ctrl-C, that end the UI: a closed terminal must not leave a server; nohup ignores it."""
+    return [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is not signal.SIG_IGN]
 
 
 def _wait_until_ready(process: "subprocess.Popen[bytes]", port: int) -> bool:

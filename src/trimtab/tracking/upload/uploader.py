@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.addresses import redact
+from trimtab.errors import as_argument
 from trimtab.log import say
 from trimtab.runs.run_folder import actual_state
 from trimtab.runs.tracking_file import RunDescription, Tracking
@@ -48,6 +49,7 @@ class MlflowUploader:
         self._messages: queue.Queue[dict[str, Any]] = queue.Queue()
         self._listener: threading.Thread | None = None
         self._is_ending = False
+        self._sync = f"trimtab track sync {as_argument(folder)}"
 
     def start(self) -> None:
         """Start the process without waiting for it."""
@@ -66,14 +68,14 @@ class MlflowUploader:
                     start_new_session=True,  # only the training process gets Ctrl-C, and then ends this process
                 )
         except OSError as error:
-            say(f"the uploader cannot be started ({error}); upload later: trimtab track sync {self._folder}")
+            say(f"the uploader cannot be started ({error}); upload later: {self._sync}")
             return
         self._send({"folder": str(self._folder), "uri": self._uri, "about": asdict(self._about)})
         self._listener = threading.Thread(target=self._listen, name="trimtab-tracking", daemon=True)
         self._listener.start()
 
     def finish(self) -> None:
-        """Wait until everything is uploaded, or nothing makes progress; then report what is missing."""
+        """Wait until everything is uploaded, nothing makes progress, or Ctrl-C; then report what is missing."""
         process = self._process
         if process is None:
             return
@@ -81,6 +83,8 @@ class MlflowUploader:
         self._send({"finish": True})
         try:
             self._wait()
+        except KeyboardInterrupt:  # the run has ended, and everything is in its folder
+            say("the upload was interrupted")
         finally:
             if process.poll() is None:
                 process.kill()
@@ -133,7 +137,7 @@ class MlflowUploader:
                 if is_said or time.monotonic() >= end:
                     return
                 is_said = True
-                say(f"uploading the remaining metrics and files to {redact(self._uri)} …")
+                say(f"uploading the remaining metrics and files to {redact(self._uri)} … (Ctrl-C skips this)")
                 continue
             if "ended" in message or "done" in message:
                 return
@@ -148,12 +152,12 @@ class MlflowUploader:
     def _report_missing(self) -> None:
         tracking = Tracking.read(self._folder)
         if tracking is None:
-            say(f"nothing was uploaded to {redact(self._uri)} yet: trimtab track sync {self._folder}")
+            say(f"nothing was uploaded to {redact(self._uri)} yet: {self._sync}")
             return
         is_finished = actual_state(self._folder)[0] == "finished"
         missing = describe_missing(tracking, self._uri, with_model=self._about.log_model and is_finished)
         if missing:
-            say(f"not uploaded to {redact(self._uri)} yet: {missing}; upload later: trimtab track sync {self._folder}")
+            say(f"not uploaded to {redact(self._uri)} yet: {missing}; upload later: {self._sync}")
         else:
             with contextlib.suppress(OSError):
                 (self._folder / _LOG).unlink()
