@@ -198,7 +198,7 @@ def main():
             + ", ".join(f"{lr:g} ({name})" for name, (_, lr) in ADAPTERS.items())
             + "; rates were not searched",
             "seeds": options.seeds,
-            "machine": machine("cpu", options.threads, ["torch", "transformers", "peft"]),
+            **machine("cpu", options.threads, ["torch", "transformers", "peft"]),
         },
     }
     before = json.loads(RESULTS.with_suffix(".json").read_text()) if options.add else {}

@@ -51,6 +51,13 @@ def test_bars_show_the_parts_and_the_budget(monkeypatch, columns, width):
     assert bar(PARTS, budget_bytes=100 * GIB, whole_bytes=8 * GIB).count("|") == 0
 
 
+def test_a_cell_of_several_parts_has_the_letter_of_the_largest(monkeypatch):
+    """Weights of LoRA on fp8 are less than half a cell, and the gradients next to them a hundredth."""
+    monkeypatch.setenv("COLUMNS", "80")
+    parts = {"weights": int(1.45 * GIB), "gradients": GIB // 10, "activations": 12 * GIB}
+    assert bar(parts, budget_bytes=60 * GIB, whole_bytes=60 * GIB).startswith("waaaa·")
+
+
 def test_the_table_marks_what_was_chosen_and_what_is_too_large():
     rungs = [make(8, 20, 300, fits=False), make(4, 10, 250, chosen=True)]
     header, rows = table(rungs, 12 * GIB, PLAIN)

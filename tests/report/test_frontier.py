@@ -48,6 +48,19 @@ def test_table_and_plot(tmp_path):
     assert (tmp_path / "frontier.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_names_in_the_plot_do_not_overlap(tmp_path, monkeypatch):
+    from matplotlib.axes import Axes
+
+    names, plain = [], Axes.annotate
+    monkeypatch.setattr(Axes, "annotate", lambda *args, **options: names.append(plain(*args, **options)) or names[-1])
+    close = [form("original", 90, 4.0, 0.9000), form("int8-dynamic", 59, 3.2, 0.9001), form("int8", 59, 3.8, 0.9001)]
+    draw_frontier([*close, form("cluster-6", 18, 4.1, 0.8997)], 0.01, tmp_path / "frontier.png")
+    boxes = [(name.axes, name.get_window_extent()) for name in names]
+    assert len(boxes) == 8
+    for number, (axes, box) in enumerate(boxes):
+        assert not any(other_axes is axes and box.overlaps(other) for other_axes, other in boxes[:number])
+
+
 def test_a_loss_is_compared_by_its_increase():
     assert quality_loss({"loss": 2.0, "perplexity": 7.4}, {"loss": 2.1, "perplexity": 8.2}) == pytest.approx(0.05)
     assert quality_loss({"loss": 2.0, "accuracy": 0.9}, {"loss": 1.0, "accuracy": 0.8}) == pytest.approx(0.1)

@@ -180,7 +180,7 @@ def note_sent(path, sent):
     tracking.write()
 
 
-@pytest.mark.parametrize(("lines_sent", "kept"), [(0, 6), (3, 6), (6, 6), (8, 8), (10, 10), (99, 10)])
+@pytest.mark.parametrize(("lines_sent", "kept"), [(0, 6), (3, 6), (6, 6), (7, 7), (8, 8), (10, 10), (99, 10)])
 def test_numbers_that_a_server_may_have_stay_and_are_not_written_again(tmp_path, caplog, lines_sent, kept):
     caplog.set_level("INFO", logger="trimtab")
     position = killed_run(tmp_path / "run")
@@ -196,7 +196,8 @@ def test_numbers_that_a_server_may_have_stay_and_are_not_written_again(tmp_path,
     folder.finish("finished")
     assert journal_of(folder.path) == [(step, 1 / step) for step in range(1, 13)]
     said = [message for message in caplog.messages if "are kept: the tracking server has them already" in message]
-    assert said == ([f"metrics of steps 7-{kept} are kept: the tracking server has them already"] * (kept > 6))
+    steps = "step 7" if kept == 7 else f"steps 7-{kept}"
+    assert said == ([f"metrics of {steps} are kept: the tracking server has them already"] * (kept > 6))
 
 
 def test_other_numbers_of_a_step_that_is_taken_again_are_written(tmp_path):

@@ -119,7 +119,7 @@ def show_result(result: "Result") -> None:
 
 
 def show_demo(result: "Result") -> None:
-    """Print the metric before and after the demo, and commands to try next."""
+    """Print the metric before and after the demo, the path of its report, and commands to try next."""
     lines = [json.loads(line) for line in (result.folder / "metrics.jsonl").read_text().splitlines()]
     name = result.plan.metric
     before = next(line[f"eval_{name}"] for line in lines if f"eval_{name}" in line)
@@ -132,6 +132,8 @@ def show_demo(result: "Result") -> None:
             ("peak memory", "", format_bytes(result.fit.peak_memory_bytes)),
         ],
     )
+    if (result.folder / "report.html").exists():
+        typer.echo(f"\nreport, for a browser: {result.folder / 'report.html'}")
     text = "a film that stays with you" if name == "accuracy" else "The film is"
     recipe, longer = as_argument(result.folder / "recipe.yaml"), as_argument(f"{result.folder}-longer")
     typer.echo(

@@ -149,10 +149,14 @@ def unit_of(sizes: Sequence[int]) -> tuple[int, str]:
 def bar(parts: Mapping[str, int], budget_bytes: int, whole_bytes: int) -> str:
     """Return the anatomy as a row of letters; `|` marks the end of the budget."""
     width = _WIDE_BAR if shutil.get_terminal_size().columns >= _WIDE_TERMINAL else _NARROW_BAR
-    cells, filled = "", 0
+    cells, filled, undrawn = "", 0, {}
     for part, letter in LETTERS.items():
         filled += parts.get(part, 0)
-        cells += letter * (round(filled / whole_bytes * width) - len(cells))
+        undrawn[letter] = parts.get(part, 0)
+        num_new = round(filled / whole_bytes * width) - len(cells)
+        if num_new > 0:  # parts smaller than a cell share one, which has the letter of the largest
+            cells += max(undrawn, key=undrawn.__getitem__) + letter * (num_new - 1)
+            undrawn = {}
     end = int(budget_bytes / whole_bytes * width)
     cells = cells.ljust(width, "·")
     return f"{cells[:end]}|{cells[end:]}" if end <= width else cells

@@ -10,7 +10,7 @@ from trimtab.inference.quality_loss import main_metric, quality_loss
 from trimtab.report.measurements_table import measurements_table
 from trimtab.report.tables import Table
 
-_NAME_WIDTH, _NAME_HEIGHT = 0.15, 0.04  # size of a name in the plot, as shares of the axes
+_LETTER_WIDTH, _NAME_HEIGHT = 0.018, 0.045  # size of a letter and of a name in the plot, as shares of the axes
 
 
 def losses_of(measurements: Sequence[ModelMeasurement]) -> list[float]:
@@ -76,6 +76,7 @@ def draw_frontier(measurements: Sequence[ModelMeasurement], max_loss: float, fil
             measurements,
             places,
             [one.quality[metric] for one in measurements],
+            bound,
             recommended(measurements, max_loss),
         )
     left.set(xlabel="weights on disk, MB", ylabel=metric)
@@ -89,18 +90,21 @@ def _draw_points(
     measurements: Sequence[ModelMeasurement],
     places: Sequence[float],
     heights: Sequence[float],
+    bound: float,
     chosen: ModelMeasurement,
 ) -> None:
     best, right = frontier(measurements), max([place for place in places if math.isfinite(place)], default=0.0) or 1.0
-    spread = (max(heights) - min(heights)) or 1.0
-    named: list[tuple[float, float]] = []
+    levels = [height for height in (*heights, bound) if math.isfinite(height)]
+    spread = (max(levels) - min(levels)) or 1.0
+    named: list[tuple[float, float, float]] = []
     for one, place, height in zip(measurements, places, heights, strict=True):
         color = "#c0392b" if one is chosen else "#1f4e79"
         axes.plot(place, height, "o", color=color, markerfacecolor=color if one in best or one is chosen else "white")
-        x, y = place / right, (height - min(heights)) / spread
-        # a name is about a sixth of the width; names of points at the same position are written below each other
-        num_near = sum(abs(x - other) < _NAME_WIDTH and abs(y - level) < _NAME_HEIGHT for other, level in named)
-        named.append((x, y))
+        x, y = place / right, (height - min(levels)) / spread
+        end = x + len(one.name) * _LETTER_WIDTH
+        # names that would overlap are written below each other
+        num_near = sum(x < last and first < end and abs(y - level) < _NAME_HEIGHT for first, last, level in named)
+        named.append((x, end, y))
         axes.annotate(one.name, (place, height), xytext=(6, 4 - 11 * num_near), textcoords="offset points", fontsize=8)
     axes.set_xlim(0, right * 1.2)
     axes.margins(y=0.12)

@@ -72,7 +72,8 @@ class Journal:
         self._known = Counter(text for text, _ in repeated)
         if repeated and position is not None:
             first, last = min(number for _, number in repeated), max(number for _, number in repeated)
-            say(f"metrics of steps {first:,}-{last:,} are kept: the tracking server has them already")
+            steps = f"step {first:,}" if first == last else f"steps {first:,}-{last:,}"
+            say(f"metrics of {steps} are kept: the tracking server has them already")
 
     def log(self, values: dict[str, Any], step: int | None = None) -> None:
         """Write one line."""
