@@ -120,6 +120,13 @@ def _reproducible_and_clean(request):
     assert folders_of_repository() <= folders, "a test writes to the current folder: use own_folder"
 
 
+@pytest.fixture(autouse=True)
+def _without_samples(request, monkeypatch):
+    """In this process, only runs of tests with the mark end with samples, which take as long as a tiny run."""
+    if request.node.get_closest_marker("samples") is None:
+        monkeypatch.setattr("trimtab.build.samples.GENERATING_TASKS", ())
+
+
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory):
     """Folders with tiny models, each made when it is first asked for."""

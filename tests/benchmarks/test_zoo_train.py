@@ -17,6 +17,9 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 MODULES = ("zoo_pairs", "zoo_table", "zoo_variants", "zoo_train")
 
 
+pytestmark = pytest.mark.slow
+
+
 @pytest.fixture
 def zoo(monkeypatch):
     """Imports a module of the benchmark by its name without the prefix."""

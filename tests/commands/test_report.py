@@ -123,6 +123,7 @@ def test_held_out_rows_of_other_tasks(tiny, kind):
     assert "Rows with the highest loss" in text_of((result.folder / "report.html").read_text())
 
 
+@pytest.mark.samples
 def test_the_report_of_a_language_model(tiny):
     rows = [{"text": " ".join(row["text"] for row in reviews(3, index))} for index in range(30)]
     data = {"train": str(write_jsonl(Path("texts.jsonl"), rows))}

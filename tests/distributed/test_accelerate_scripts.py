@@ -18,7 +18,8 @@ DIFFERENCES = {
 LEAST = {1: 54, 2: 71}  # functions that pass
 
 
-@pytest.mark.parametrize("num_processes", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("num_processes", [1, 2])
 def test_every_function_passes_or_is_a_known_difference(num_processes, fork_server, tmp_path):
     if num_processes == 1:
         run_alone(fork_server, accelerate_scripts, tmp_path)

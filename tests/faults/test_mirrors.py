@@ -57,6 +57,7 @@ def assert_comes_back(stage, mirror, tmp_path, run):
     return step
 
 
+@pytest.mark.slow
 def test_a_run_comes_back_in_another_place(stage, lost, tmp_path):
     _, mirror = lost
     new = tmp_path / "new-machine" / "run"

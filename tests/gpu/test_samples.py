@@ -13,6 +13,7 @@ from trimtab.units import parse_bytes
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.samples,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm device"),
 ]
 GPU = torch.device("cuda", 0)

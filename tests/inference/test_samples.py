@@ -18,7 +18,7 @@ from trimtab.checkpoint.export import read_facts
 from trimtab.commands.samples import write_samples
 from trimtab.inference.samples import weights_dtype
 
-pytestmark = pytest.mark.usefixtures("own_folder")
+pytestmark = [pytest.mark.samples, pytest.mark.usefixtures("own_folder")]
 
 NAMES = {"chat": ("prompt", "answer"), "seq2seq": ("text", "target")}
 QUICK = {"max_steps": 2, "batch_size": 8, "lr": 1e-2}

@@ -135,8 +135,6 @@ QUICK = [
     ("gpt2", "ia3", "none"),
     ("llama", "prompt", "all"),
     ("gpt2", "none", EVERY),
-    ("qwen3", "none", "ops"),
-    ("modernbert", "none", "all"),
 ]
 
 

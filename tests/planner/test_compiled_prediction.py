@@ -129,7 +129,8 @@ def test_a_block_with_an_fp8_base_keeps_what_a_compiled_one_saves(monkeypatch, c
     assert {op.name for op in predict("llama", **options).trace.ops} >= {FUSED, "aten._scaled_mm"}
 
 
-@pytest.mark.parametrize("name", ["llama", pytest.param("bert", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "bert"])
 def test_a_recomputed_block_keeps_what_an_uncompiled_one_keeps(name):
     options = {"gradient_checkpointing": "all"}
     kept = kept_by_a_block(name, **options)
@@ -175,6 +176,7 @@ def test_adapters_are_traced_as_a_compiler_sees_them(caplog):
     assert kept_in(fused.trace) < kept_in(plain.trace)
 
 
+@pytest.mark.slow
 def test_the_trace_of_a_few_blocks_gives_that_of_all(monkeypatch):
     from trimtab.planner.trace import model_trace
 
@@ -227,7 +229,8 @@ def test_kernels_that_a_compiler_cannot_see_through_are_predicted_uncompiled(cap
     assert found.trace.events == plain.trace.events
 
 
-@pytest.mark.parametrize("draws_as_eager", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("draws_as_eager", [True, False])
 def test_dropout_is_a_kernel_of_its_own_where_it_draws_as_without_a_compiler(draws_as_eager, monkeypatch):
     monkeypatch.setattr(compiled, "_graphs", {})
     monkeypatch.setattr(compiled_blocks, "inductor_options", lambda: {"fallback_random": draws_as_eager})

@@ -71,12 +71,15 @@ def files(folder):
 @pytest.mark.parametrize(
     "sections",
     [
-        {},
-        {"adapter": "lora", "train": {"compile": "blocks"}},
-        {"adapter": "lora", "train": {"compile": "graphs"}, "memory": {"padding": "none"}},
-        {"memory": {"update": "host"}},
+        pytest.param({}, id="full"),
+        pytest.param({"memory": {"update": "host"}}, id="host"),
+        pytest.param({"adapter": "lora", "train": {"compile": "blocks"}}, id="compiled", marks=pytest.mark.slow),
+        pytest.param(
+            {"adapter": "lora", "train": {"compile": "graphs"}, "memory": {"padding": "none"}},
+            id="captured",
+            marks=pytest.mark.slow,
+        ),
     ],
-    ids=["full", "compiled", "captured", "host"],
 )
 def test_a_second_plan_traces_nothing_and_is_equal(cache, monkeypatch, no_traces, sections):
     made, options = recipe(**sections), {"gpu": "h200", "memory": "2GiB"}

@@ -119,6 +119,7 @@ def test_a_plan_draws_no_random_numbers(asked):
     assert torch.equal(torch.get_rng_state(), before)
 
 
+@pytest.mark.slow
 def test_two_plans_at_once_are_both_right(expected_plans):
     with ThreadPoolExecutor(2) as pool:
         found = list(pool.map(predicted, ASKED))

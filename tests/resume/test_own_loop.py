@@ -325,7 +325,13 @@ def test_resumed_anywhere_it_ends_with_the_same_bits(tmp_path, loader, place, ca
         assert 0 < resumed.dataset.num_loaded.sum() <= num_rows + read_to_find_the_end
 
 
-@pytest.mark.parametrize("loader", ["shuffled", "two workers", "stream", "stream with place", "stream of the epoch"])
+@pytest.mark.parametrize(
+    "loader",
+    [
+        *("shuffled", "stream", "stream with place", "stream of the epoch"),
+        pytest.param("two workers", marks=pytest.mark.slow),
+    ],
+)
 def test_saved_with_its_last_batch_an_epoch_is_over(tmp_path, loader):
     """The next iteration is the next epoch: a loop that counts whole epochs continues with it."""
     Run(seed=1, loader=loader).train(NUM_BATCHES, tmp_path / "ckpt")
@@ -364,7 +370,10 @@ def test_the_loss_scale_goes_on_after_an_overflow(tmp_path):
 
 @pytest.mark.parametrize(
     "loader",
-    ["shuffled", "two workers", "generator", "stream", "stream with place", "stream of the epoch", "loader with place"],
+    [
+        *("shuffled", "generator", "stream", "stream with place", "stream of the epoch", "loader with place"),
+        pytest.param("two workers", marks=pytest.mark.slow),
+    ],
 )
 def test_epochs_that_are_left_early(tmp_path, loader):
     """Saved after a break, the next epoch is what it would have been."""

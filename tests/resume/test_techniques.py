@@ -110,8 +110,6 @@ CASES = {
 
 QUICK = {
     "lora",
-    "no padding",
-    "updated in backward",
     "updated on the host",
     "streamed, updated in backward",
 }

@@ -348,7 +348,7 @@ def traced(whole=False, length=2000, **values):
     return tracer.trace(spec, BatchShape(1, length), whole=whole)
 
 
-@pytest.mark.parametrize("recomputed", ["none", "all"])
+@pytest.mark.parametrize("recomputed", ["none", pytest.param("all", marks=pytest.mark.slow)])
 def test_the_derived_trace_is_the_traced_one(recomputed):
     values = {"gradient_checkpointing": recomputed, "offload_activations": "all", "tile_tokens": "500"}
     assert_same_trace(traced(**values), traced(whole=True, **values))
