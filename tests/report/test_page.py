@@ -14,7 +14,7 @@ from trimtab.recipe.schema import Recipe
 from trimtab.report.page.charts import thin_out, training_charts
 from trimtab.report.page.data_section import data_card
 from trimtab.report.page.document import document, escape, number, section, table
-from trimtab.report.page.held_out_section import held_out_rows
+from trimtab.report.page.held_out_section import held_out_rows, samples_section
 from trimtab.report.page.plan_section import comparison_with_prediction, plan_section
 from trimtab.report.page.run_files import RunFiles, read_recipe
 from trimtab.report.page.run_page import run_page, run_tiles
@@ -224,6 +224,12 @@ def test_a_page_of_a_model_that_generates_names_the_command_for_samples(tmp_path
     for task, is_named in (("chat", True), ("classify", False)):
         run = RunFiles(tmp_path, {"step": 1}, "finished", "", card={"task": task})
         assert ("--samples 3" in text_of(run_page(run))) == is_named
+
+
+def test_samples_are_escaped_and_an_empty_one_is_named():
+    row = {"prompt": "<b>", "before": None, "after": " ", "expected": "good"}
+    page = samples_section({"note": "a note", "rows": [row]})
+    assert text_of(page) == "a note Prompt &lt;b&gt; After training (no text) In the data good"
 
 
 def test_the_rest_of_a_processs_memory_is_explained(tmp_path):

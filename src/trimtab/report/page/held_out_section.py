@@ -144,7 +144,9 @@ def samples_section(samples: Mapping[str, Any]) -> str:
         parts = [("Prompt", row["prompt"]), ("Before training", row.get("before")), ("After training", row["after"])]
         parts.append(("In the data", row.get("expected")))
         inner = "".join(
-            f"<dt>{name}</dt><dd>{escape(_shortened(text.strip()))}</dd>" for name, text in parts if text is not None
+            f"<dt>{name}</dt><dd>{escape(_shortened(text.strip()) or '(no text)')}</dd>"
+            for name, text in parts
+            if text is not None
         )
         blocks.append(f'<dl class="sample">{inner}</dl>')
     return paragraph(str(samples.get("note", "")), "soft") + "".join(blocks)
