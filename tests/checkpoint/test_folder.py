@@ -252,10 +252,27 @@ def test_a_file_is_the_old_one_or_the_new_one(tmp_path, file_size_limit):
     with file_size_limit(3), pytest.raises(OSError, match="File too large") as caught:
         write_file(target, b"longer")
     assert caught.value.filename == str(target)
+    assert str(caught.value).endswith(f": '{target}'")
     assert target.read_bytes() == b"old"
     write_file(target, b"longer")
     assert target.read_bytes() == b"longer"
     assert names(tmp_path) == {"page.html"}
+
+
+def test_a_file_is_written_through_links_and_to_pipes(tmp_path):
+    link, pipe = tmp_path / "link", tmp_path / "pipe"
+    link.symlink_to(tmp_path / "page.html")
+    write_file(link, b"text")
+    assert link.is_symlink()
+    assert (tmp_path / "page.html").read_bytes() == b"text"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        write_file(pipe, b"text")
+        assert os.read(reader, 10) == b"text"
+    finally:
+        os.close(reader)
+    assert pipe.is_fifo()
 
 
 def test_a_read_only_parent_is_found_before_the_work(as_somebody):

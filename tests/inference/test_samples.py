@@ -6,6 +6,7 @@ import subprocess
 import sys
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -118,6 +119,45 @@ def test_the_dtype_on_a_gpu_is_that_of_the_weights_in_training(tiny):
     assert weights_dtype({"adapter": {"base_dtype": "bfloat16", "nf4": nf4}}, gpu) is None
 
 
+def test_a_model_object_and_a_separate_tokenizer(tiny):
+    """The folder of the start has no tokenizer: it is loaded with that of the run."""
+    loaded = trimtab.load(tiny.folder("llama"), device="cpu")
+    rows = write_jsonl(Path("rows.jsonl").absolute(), rows_of("causal-lm"))
+    recipe = Recipe(model="mine", task="causal-lm", data={"train": str(rows)}, train=QUICK, out="run")
+    result = fit(recipe, model=loaded.model, tokenizer=loaded.tokenizer, progress="quiet", device="cpu")
+    found = facts_of(result.folder)["samples"]["rows"]
+    expected = trimtab.load(tiny.folder("llama"), device="cpu").generate([row["prompt"] for row in found], 32)
+    assert [row["before"] for row in found] == expected
+
+
+def test_a_base_that_cannot_generate_costs_only_its_own_texts(tiny, monkeypatch):
+    monkeypatch.setattr("trimtab.inference.samples.load_model", lambda *_, **__: 1 / 0)
+    _, found, page = trained(tiny)
+    assert [row["before"] for row in found["rows"]] == [None] * 3
+    assert all(isinstance(row["after"], str) for row in found["rows"])
+    assert "(ZeroDivisionError: division by zero)" in page
+
+
+def test_a_start_without_a_head_has_no_text(tiny):
+    """The head of its language model would be random."""
+    other = tiny.folder("llama", kind="sequence-classification", head={"num_labels": 2})
+    _, found, _ = trained(tiny, model=other)
+    assert [row["before"] for row in found["rows"]] == [None] * 3
+    assert "(it has no weights for lm_head.weight)" in found["note"]
+
+
+def test_virtual_tokens_leave_space_for_prompts(tiny):
+    _, found, _ = trained(tiny, adapter={"kind": "prompt", "tokens": 34})
+    assert len(found["rows"]) == 3
+    assert "at most 15 new tokens" in found["note"]
+
+
+def test_the_last_answer_of_a_conversation_is_the_expected_one(tiny):
+    turns = [{"role": "user", "content": "a film"}, {"role": "assistant", "content": "good"}]
+    _, found, _ = trained(tiny, "chat", rows=[{"messages": turns}] * 20)
+    assert {(row["prompt"], row["expected"]) for row in found["rows"]} == {("user: a film", "good")}
+
+
 # ---------------------------------------------------------------------- when nothing is generated
 
 
@@ -135,6 +175,37 @@ def test_an_interrupted_run_has_no_samples(tiny, monkeypatch):
     monkeypatch.setattr(samples, "generate_samples", lambda *_: pytest.fail("it generates"))
     with pytest.raises(trimtab.Stopped):
         trained(tiny, callbacks=[Stop()])
+
+
+def test_samples_of_an_earlier_best_model_are_not_shown(tiny):
+    result, found, _ = trained(tiny)
+    again = trimtab.resume(result.folder, sets=["train.max_steps=4", "evaluate.samples=0"], progress="quiet")
+    assert read_facts(again.best)["step"] == 4
+    assert facts_of(again.folder)["samples"] == found
+    page = (again.folder / "report.html").read_text()
+    assert "Before training" not in page
+    assert "No samples yet" in page
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no such device"), KeyboardInterrupt()], ids=["error", "Ctrl-C"])
+def test_whatever_happens_before_them_the_run_ends_and_its_folder_is_free(tiny, monkeypatch, error):
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr(samples, "_find_obstacle", fail)
+    result, found, _ = trained(tiny)
+    assert found is None
+    assert trimtab.resume(result.folder, sets=["train.max_steps=3"], progress="quiet").fit.step == 3
+
+
+def test_the_memory_of_an_unknown_device_is_not_an_obstacle(monkeypatch):
+    monkeypatch.setattr(samples, "memory_in_use", lambda device: 0)
+    monkeypatch.setattr(samples, "resolve_budget", lambda *_: None)
+    for free, is_enough in ((0, True), (10, False), (10_000, True)):
+        monkeypatch.setattr(samples, "free_memory", lambda device, free=free: free)
+        settings = SimpleNamespace(memory=SimpleNamespace(budget=None))
+        run = SimpleNamespace(engine=SimpleNamespace(device=torch.device("mps")), weights_bytes=1000, recipe=settings)
+        assert (samples._find_obstacle(run, SimpleNamespace(seconds_left=None)) is None) == is_enough
 
 
 @pytest.mark.parametrize("obstacle", ["memory", "budget", "time", "error", "Ctrl-C", "mistake"])

@@ -82,7 +82,7 @@ class EndedRun:
         engine: The engine.
         data: Rows and task.
         plan: Every decision, and the prediction.
-        weights_bytes: Memory of the model's weights for inference: fp32 on a CPU, else as in training.
+        weights_bytes: Memory of the model's weights when it is loaded for inference (`weights_dtype`).
     """
 
     recipe: Recipe
@@ -94,9 +94,12 @@ class EndedRun:
     @classmethod
     def of(cls, run: ResolvedRun) -> "EndedRun":
         """Return what is left of a run, to release its model before the run is recorded as ended."""
-        is_cpu = run.engine.device.type == "cpu"
+        is_half = run.plan.precision == "bf16-pure" or run.recipe.adapter != "none"
+        keeps_dtype = (
+            is_half and run.engine.device.type != "cpu"
+        )  # else loaded in fp32, also if trained with half copies
         sizes = (
-            weight.numel() * (4 if is_cpu and weight.is_floating_point() else weight.element_size())
+            weight.numel() * (4 if weight.is_floating_point() and not keeps_dtype else weight.element_size())
             for weight in run.loaded.model.parameters()
         )
         return cls(run.recipe, run.engine, run.data, run.plan, sum(sizes))

@@ -46,22 +46,22 @@ def add_samples(run: EndedRun, result: FitResult, folder: Folder, show: Progress
         return False
     if result.interruption or not folder.best.exists():
         return False
-    run.engine.free_memory()
-    problem = _find_obstacle(run, result)
-    if problem is None:
-        show.note("generating samples for the report (Ctrl-C skips them; evaluate.samples: 0 turns them off)")
-        try:
+    try:
+        run.engine.free_memory()
+        problem = _find_obstacle(run, result)
+        if problem is None:
+            show.note("generating samples for the report (Ctrl-C skips them; evaluate.samples: 0 turns them off)")
             with run.engine.busy("generating samples"), muted():
                 samples = generate_samples(folder.best, _request(run))
             update_facts(folder, samples=samples)
             return True
-        except KeyboardInterrupt:
-            problem = "interrupted"
-        except UserError as error:  # the command would raise it, too
-            say(f"no samples in the report: {error.problem}")
-            return False
-        except Exception as error:  # the run has ended well: its model is saved, and nothing may change that
-            problem = summarize_error(error)
+    except KeyboardInterrupt:
+        problem = "interrupted"
+    except UserError as error:  # the command would raise it, too
+        say(f"no samples in the report: {error.problem}")
+        return False
+    except Exception as error:  # the run has ended well: its model is saved, and nothing may change that
+        problem = summarize_error(error)
     command = f"trimtab report {as_argument(folder.path)} --samples {num_samples}"
     say(f"no samples in the report: {problem}; make them with: {command}")
     return False
@@ -80,8 +80,8 @@ def _find_obstacle(run: EndedRun, result: FitResult) -> str | None:
         return "train.max_time is almost over"
     device, needed, host = run.engine.device, int(run.weights_bytes * _SPACE), free_host_memory()
     found = [(needed if device.type == "cpu" else run.weights_bytes, host, "on the host")]  # weights are loaded there
-    if device.type != "cpu":
-        found.append((needed, free_memory(device) - memory_in_use(device), f"on {device}"))
+    if device.type != "cpu" and (known := free_memory(device)):  # 0 if unknown
+        found.append((needed, known - memory_in_use(device), f"on {device}"))
     budget = resolve_budget(run.recipe.memory.budget, device)
     if budget is not None:
         in_use = 0 if device.type == "cpu" else non_allocator_memory(device) + memory_in_use(device)

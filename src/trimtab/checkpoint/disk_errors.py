@@ -3,9 +3,10 @@
 import errno
 import os
 import re
+import shutil
 from pathlib import Path
 
-from trimtab.errors import TrimtabError, as_argument
+from trimtab.errors import as_argument
 
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NOT_ALLOWED = (errno.EACCES, errno.EPERM, errno.EROFS)
@@ -26,15 +27,14 @@ def as_os_error(error: BaseException) -> OSError | None:
     """Return the error of the operating system that an exception reports; None if it reports none.
 
     safetensors and tokenizers, which are written in Rust, and `shutil.copytree` raise exceptions of their own, with the
-    number in the text.
+    number in the text: of those, a full disk and missing permissions are recognized.
     """
     if isinstance(error, OSError) and error.errno is not None:
         return error
-    found = None if isinstance(error, TrimtabError) else _NUMBER.search(str(error))
-    if found is None:
-        return None
-    number = int(found[1] or found[2])
-    return OSError(number, os.strerror(number))
+    is_of_rust = type(error) is Exception or type(error).__name__ == "SafetensorError"
+    found = _NUMBER.search(str(error)) if is_of_rust or isinstance(error, shutil.Error) else None
+    number = 0 if found is None else int(found[1] or found[2])
+    return OSError(number, os.strerror(number)) if number in (*_NO_SPACE, *_NOT_ALLOWED) else None
 
 
 def failed_path(error: OSError) -> str | None:

@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import NoReturn
 
 from trimtab.checkpoint.disk_errors import as_os_error
 from trimtab.checkpoint.process_identity import was_running_at
@@ -48,8 +49,7 @@ def atomic_folder(folder: str | os.PathLike[str], *, marker: str | None, what: s
         cause = as_os_error(error)
         if cause is None:
             raise
-        _name_target(cause, target, temporary)
-        raise cause from (None if cause is error else error)
+        _raise_naming_target(cause, target, temporary)
 
 
 def write_file(target: Path, contents: bytes) -> None:
@@ -58,6 +58,10 @@ def write_file(target: Path, contents: bytes) -> None:
     Raises:
         OSError: It cannot be written; the error names the target.
     """
+    target = target.resolve()  # write through a symbolic link, do not replace the link
+    if target.exists() and not target.is_file():  # a pipe or a device
+        target.write_bytes(contents)
+        return
     clear_leftovers(target.parent, target.name)
     temporary = _temporary(target, "writing")
     try:
@@ -65,18 +69,18 @@ def write_file(target: Path, contents: bytes) -> None:
         sync_path(temporary)
         temporary.replace(target)
     except OSError as error:
-        _name_target(error, target, temporary)
-        raise
+        _raise_naming_target(error, target, temporary)
     finally:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
 
 
-def _name_target(error: OSError, target: Path, temporary: Path) -> None:
-    """Let an error name the path that the user knows: a full disk names none, others name a temporary one."""
+def _raise_naming_target(error: OSError, target: Path, temporary: Path) -> NoReturn:
+    """Raise an error with the path that the user knows: a full disk names none, others name a temporary one."""
     named = None if error.filename is None else Path(str(error.filename)).absolute()
     if error.errno is not None and (named is None or temporary.absolute() in (named, *named.parents)):
-        error.filename, error.filename2 = str(target), None
+        raise OSError(error.errno, error.strerror, str(target))
+    raise error
 
 
 @contextmanager
@@ -94,8 +98,7 @@ def folder_beside(target: Path, use: str) -> Iterator[Path]:
         temporary.mkdir(parents=True)
         yield temporary
     except OSError as error:
-        _name_target(error, target, temporary)
-        raise
+        _raise_naming_target(error, target, temporary)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
@@ -192,13 +195,18 @@ def refuse_foreign(target: Path, marker: str | None, what: str) -> None:
         )
 
 
-def refuse_unwritable(target: Path) -> None:
+def refuse_unwritable(target: Path, *, is_replaced: bool = True) -> None:
     """Refuse a folder that this user cannot create: for commands that work for long before they write.
+
+    Args:
+        target: The folder.
+        is_replaced: Whether a folder that exists is replaced; otherwise files are written to it.
 
     Raises:
         CheckpointError: The nearest folder that exists is read-only.
     """
-    nearest = next(folder for folder in target.absolute().parents if folder.is_dir())
+    whole = target.absolute()
+    nearest = next(folder for folder in (*([] if is_replaced else [whole]), *whole.parents) if folder.is_dir())
     if not os.access(nearest, os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids):
         raise CheckpointError(
             f"{target} cannot be written: {nearest} is not writable", "make it writable, or choose another folder"

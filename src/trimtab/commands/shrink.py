@@ -91,7 +91,7 @@ def shrink(
     target = Path(folder)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise RecipeError(f"{target} is not empty", "pass a new folder")
-    refuse_unwritable(target)
+    refuse_unwritable(target, is_replaced=False)
     where = find_device(device)
     place = resolve_source(local_source(source), adapters=True)
     target.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,7 @@
 """Sample generations for the report of a run: the same prompts before and after training."""
 
 import gc
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,7 +11,8 @@ import torch
 
 from trimtab.checkpoint.export import read_facts, read_quantization
 from trimtab.data.rows import Rows
-from trimtab.errors import DataError, ModelError, TrimtabError
+from trimtab.data.tasks.messages import as_messages
+from trimtab.errors import DataError, ModelError, UserError, summarize_error
 from trimtab.inference.adapted import (
     add_trained_adapter,
     load_adapter_tokenizer,
@@ -20,9 +22,10 @@ from trimtab.inference.adapted import (
 from trimtab.inference.generate import generate_texts, tokenize_prompts
 from trimtab.inference.inputs import read_inputs
 from trimtab.inference.load import LoadedModel, load
-from trimtab.log import muted, say
-from trimtab.model.hub import is_adapter
-from trimtab.model.load import max_positions
+from trimtab.inference.model_kind import KINDS_OF_TASKS
+from trimtab.log import muted
+from trimtab.model.hub import adapter_config_path, is_adapter
+from trimtab.model.load import load_model, max_positions, newly_initialized
 
 _NUM_CONTINUED = 32  # maximum number of tokens of a text that a causal-lm continues
 _MAX_PROMPT = 512  # tokens: samples of longer prompts would take much more memory and time, and hardly be read
@@ -59,15 +62,15 @@ def generate_samples(best: Path, request: SampleRequest) -> dict[str, Any]:
         request: What to generate.
 
     Returns:
-        `note`, a description, and `rows`, each with `prompt`, `before`, `after` and `expected`; a text that does not
-        exist is None.
+        `note`, a description, `step`, that of the best model, and `rows`, each with `prompt`, `before`, `after` and
+        `expected`; a text that does not exist is None.
 
     Raises:
         DataError: No row has a prompt that is short enough.
         ModelError: The best model cannot be loaded.
     """
     facts = read_facts(best)
-    if is_adapter(best) and not is_adapter(str(_start_of(facts) or "")):
+    if is_adapter(best):
         generated = _with_and_without_adapter(best, facts, request)
     else:
         generated = _one_after_the_other(best, facts, request)
@@ -80,7 +83,7 @@ def generate_samples(best: Path, request: SampleRequest) -> dict[str, Any]:
         {"prompt": _as_text(prompt), "before": before, "after": after, "expected": expected}
         for (prompt, expected), before, after in zip(generated.prompts, generated.before, generated.after, strict=True)
     ]
-    return {"note": note, "rows": rows}
+    return {"note": note, "rows": rows, "step": step}
 
 
 def weights_dtype(facts: Mapping[str, Any], device: torch.device) -> torch.dtype | None:
@@ -112,7 +115,8 @@ def _with_and_without_adapter(best: Path, facts: dict[str, Any], request: Sample
     tokenizer = load_adapter_tokenizer(source, **trusted)
     model = load_bare_base(source, tokenizer, request.device, dtype=weights_dtype(facts, request.device), **trusted)
     loaded = LoadedModel(model.eval().to(request.device), tokenizer, str(facts["task"]), facts)
-    length = _num_new_tokens(loaded, request)
+    settings = json.loads(adapter_config_path(best).read_text(encoding="utf-8"))
+    length = _num_new_tokens(loaded, request, settings.get("num_virtual_tokens") or 0)
     prompts = _prompts(loaded, request, length)
     inputs = [prompt for prompt, _ in prompts]
     before = generate_texts(loaded, inputs, length)
@@ -122,12 +126,8 @@ def _with_and_without_adapter(best: Path, facts: dict[str, Any], request: Sample
 
 
 def _one_after_the_other(best: Path, facts: dict[str, Any], request: SampleRequest) -> _Generated:
-    options: dict[str, Any] = {
-        "device": request.device,
-        "dtype": weights_dtype(facts, request.device),
-        "trust_remote_code": request.trust_remote_code,
-    }
-    loaded = load(best, **options)
+    dtype = weights_dtype(facts, request.device)
+    loaded = load(best, device=request.device, dtype=dtype, trust_remote_code=request.trust_remote_code)
     length = _num_new_tokens(loaded, request)
     prompts = _prompts(loaded, request, length)
     inputs = [prompt for prompt, _ in prompts]
@@ -135,28 +135,46 @@ def _one_after_the_other(best: Path, facts: dict[str, Any], request: SampleReque
     tokenizer = loaded.tokenizer
     del loaded
     gc.collect()  # frees the model, which has reference cycles, before the other one is loaded
-    before, base = _generate_before(facts, tokenizer, inputs, length, **options)
-    return _Generated(prompts, before, after, base, length)
-
-
-def _generate_before(
-    facts: Mapping[str, Any], tokenizer: Any, inputs: list[Any], max_new_tokens: int, **options: Any
-) -> tuple[Sequence[str | None], str]:
-    """Return the texts of the model that the run started from, and its name; None if there is none to load."""
-    name, nothing = _start_of(facts), [None] * len(inputs)
-    if not name:
-        return nothing, "random weights (no samples)"
-    if ((facts.get("recipe") or {}).get("distill") or {}).get("student") is not None:
-        return nothing, f"some layers of {name} (no samples)"
+    base, obstacle = _start_of(facts) or "random weights", _no_start(facts)
+    before: Sequence[str | None] = [None] * len(inputs)
     try:
-        base = load(name, **options)
-        if base.model.get_input_embeddings().weight.shape[0] < len(tokenizer):
-            raise ModelError("training added tokens that the base model does not have")
-        base = replace(base, tokenizer=tokenizer, task_name=str(facts["task"]))
-        return generate_texts(base, inputs, max_new_tokens), name
-    except TrimtabError as error:
-        say(f"no samples of the base model: {error}")
-        return nothing, f"{name} (not available)"
+        if obstacle is None:
+            before = generate_texts(_load_start(base, facts, tokenizer, dtype, request), inputs, length)
+    except Exception as error:  # the texts of the best model are worth showing without it
+        obstacle = error.problem if isinstance(error, UserError) else summarize_error(error)
+    return _Generated(prompts, before, after, base if obstacle is None else f"{base} ({obstacle})", length)
+
+
+def _no_start(facts: Mapping[str, Any]) -> str | None:
+    """Return why no saved model is the one that training started from; None if one is."""
+    if not _start_of(facts):
+        return "no samples"
+    is_cut = ((facts.get("recipe") or {}).get("distill") or {}).get("student") is not None
+    return "no samples of the layers that the student has" if is_cut else None
+
+
+def _load_start(
+    name: str, facts: dict[str, Any], tokenizer: Any, dtype: torch.dtype | None, request: SampleRequest
+) -> LoadedModel:
+    """Load the model that training started from as training did: with the tokenizer of the run.
+
+    Raises:
+        ModelError: It has no weights for some part of the model.
+    """
+    task = str(facts["task"])
+    with torch.random.fork_rng():  # as in training, the seed draws the rows of added tokens
+        torch.manual_seed((facts.get("recipe") or {}).get("seed", 0))
+        model: Any = load_model(
+            name,
+            KINDS_OF_TASKS[task],
+            {},
+            tokenizer,
+            dtype=dtype or torch.float32,
+            trust_remote_code=request.trust_remote_code,
+        )
+    if missing := sorted(newly_initialized(model)):
+        raise ModelError(f"it has no weights for {', '.join(missing[:2])}")
+    return LoadedModel(model.eval().to(request.device), tokenizer, task, facts)
 
 
 def _start_of(facts: Mapping[str, Any]) -> str | None:
@@ -166,10 +184,16 @@ def _start_of(facts: Mapping[str, Any]) -> str | None:
     return None if not name else str(name)
 
 
-def _num_new_tokens(loaded: LoadedModel, request: SampleRequest) -> int:
-    """Return the number of tokens to generate: at most half of the model's positions, so that prompts have space."""
+def _num_new_tokens(loaded: LoadedModel, request: SampleRequest, num_virtual: int = 0) -> int:
+    """Return the number of tokens to generate: at most half of the model's positions, so that prompts have space.
+
+    Args:
+        loaded: The model.
+        request: What to generate.
+        num_virtual: Number of positions that the virtual tokens of an adapter take.
+    """
     limit = max_positions(loaded.model)
-    return request.max_new_tokens if limit is None else max(1, min(request.max_new_tokens, limit // 2))
+    return request.max_new_tokens if limit is None else max(1, min(request.max_new_tokens, (limit - num_virtual) // 2))
 
 
 def _prompts(loaded: LoadedModel, request: SampleRequest, num_new_tokens: int) -> list[tuple[Any, str | None]]:
@@ -208,6 +232,10 @@ def _num_tokens(loaded: LoadedModel, prompt: Any, num_new_tokens: int) -> int:
 
 def _expected(loaded: LoadedModel, rows: Rows, prompt: Any) -> str | None:
     columns = loaded.facts.get("columns") or {}
+    messages = columns.get("messages")
+    if isinstance(messages, str) and messages in rows.columns:
+        last = as_messages(rows.columns[messages][0], messages)[-1]
+        return str(last["content"]) if last["role"] == "assistant" else None
     role = {"seq2seq": "target", "chat": "answer", "causal-lm": "text"}[loaded.task_name]
     name = columns.get(role)
     if not isinstance(name, str) or name not in rows.columns:

@@ -253,9 +253,10 @@ class RunFolder:
         self._journal.finish()
         self._note_best()
         self.update(state=state, **facts)
-        before_upload()
-        self._uploader.finish()
-        self._release()
+        with contextlib.ExitStack() as stack:  # both, the last one first, also after Ctrl-C
+            stack.callback(self._release)
+            stack.callback(self._uploader.finish)
+            before_upload()
 
     def give_up(self) -> None:
         """Release the folder before anything has run: a resumed run stays unchanged, a new one is removed."""

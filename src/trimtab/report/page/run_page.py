@@ -31,7 +31,7 @@ def run_page(run: RunFiles, tag: str | None = None) -> str:
         ("curves", "Curves", places(charts)),
         ("prediction", "Predicted and measured", comparison_with_prediction(run)),
         ("held-out", "Held-out rows", held_out_rows(run.facts.get("held_out") or {})),
-        ("samples", "Samples", samples_section(run.facts.get("samples") or {}) or samples_command(run)),
+        ("samples", "Samples", samples_section(_samples(run)) or samples_command(run)),
         ("data", "Data", data_card(run.facts.get("data") or {})),
         ("plan", "Plan", plan_section(run)),
         ("recipe", "Recipe", recipe_section(run.recipe)),
@@ -41,6 +41,12 @@ def run_page(run: RunFiles, tag: str | None = None) -> str:
     ]
     body = [_head(run), navigation(titled), *(section(*parts) for parts in titled)]
     return document(f"{run.name} – trimtab", "\n".join(part for part in body if part), charts, tag=tag)
+
+
+def _samples(run: RunFiles) -> dict[str, Any]:
+    """Return the samples of the best model; empty if there are none, or those of an earlier one."""
+    samples: dict[str, Any] = run.facts.get("samples") or {}
+    return samples if samples.get("step") == run.card.get("step") else {}
 
 
 def _head(run: RunFiles) -> str:

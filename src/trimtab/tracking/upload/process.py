@@ -197,7 +197,7 @@ def _close_orphan(upload: RunUpload, folder: Path) -> None:
     """Upload the last lines of a run whose process has died, and close it.
 
     A process that dies between the end of its run and the last upload (it may be generating samples) leaves files and a
-    best model, which are uploaded as well.
+    best model, which are uploaded as well, within the time that an orphan has; `track sync` uploads the rest.
     """
     with contextlib.suppress(Exception):
         while upload.upload_metrics():
