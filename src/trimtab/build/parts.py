@@ -94,10 +94,9 @@ class EndedRun:
     @classmethod
     def of(cls, run: ResolvedRun) -> "EndedRun":
         """Return what is left of a run, to release its model before the run is recorded as ended."""
-        is_half = run.plan.precision == "bf16-pure" or run.recipe.adapter != "none"
-        keeps_dtype = (
-            is_half and run.engine.device.type != "cpu"
-        )  # else loaded in fp32, also if trained with half copies
+        # others are loaded in fp32, also if half-precision copies were trained
+        may_be_half = run.plan.precision == "bf16-pure" or run.recipe.adapter != "none"
+        keeps_dtype = may_be_half and run.engine.device.type != "cpu"
         sizes = (
             weight.numel() * (4 if weight.is_floating_point() and not keeps_dtype else weight.element_size())
             for weight in run.loaded.model.parameters()
