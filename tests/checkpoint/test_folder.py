@@ -281,3 +281,15 @@ def test_a_read_only_parent_is_found_before_the_work(as_somebody):
     place.chmod(0o555)
     with unprivileged(), pytest.raises(CheckpointError, match=f"new/model cannot be written: {place} is not writable"):
         refuse_unwritable(place / "new" / "model")
+
+
+def test_a_writable_folder_in_a_read_only_one_is_enough_for_files_in_it(as_somebody):
+    """A mounted volume, say."""
+    place, unprivileged = as_somebody
+    (place / "volume").mkdir(mode=0o777)
+    (place / "volume").chmod(0o777)
+    place.chmod(0o555)
+    with unprivileged():
+        refuse_unwritable(place / "volume", is_replaced=False)
+        with pytest.raises(CheckpointError, match="is not writable"):
+            refuse_unwritable(place / "volume")

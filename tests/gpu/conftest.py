@@ -36,6 +36,21 @@ def _no_sync_debug_mode_after():
 
 
 @pytest.fixture
+def no_cache(monkeypatch):
+    """Nothing that an earlier test has predicted or tokenized."""
+    monkeypatch.setenv("TRIMTAB_CACHE", "off")
+
+
+@pytest.fixture
+def no_cap():
+    """Start with an empty device, and take back the limit that a budget has set."""
+    torch.cuda.empty_cache()
+    yield
+    torch.cuda.set_per_process_memory_fraction(1.0)
+    torch.cuda.empty_cache()
+
+
+@pytest.fixture
 def fresh_peaks(tmp_path):
     """Trains a recipe in a new process, whose allocator has seen nothing else; returns its predicted and real peak."""
 

@@ -15,18 +15,11 @@ from trimtab.units import parse_bytes
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.usefixtures("no_cap"),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm device"),
 ]
 MIB, GIB = 2**20, 2**30
 SHAPE = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8, "num_attention_heads": 8}
-
-
-@pytest.fixture(autouse=True)
-def _no_cap():
-    torch.cuda.empty_cache()
-    yield
-    torch.cuda.set_per_process_memory_fraction(1.0)
-    torch.cuda.empty_cache()
 
 
 def parts(length=256, num_rows=128):

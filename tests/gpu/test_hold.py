@@ -13,19 +13,11 @@ from trimtab.hardware.memory import cap_memory, expected_non_allocator_memory, n
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.usefixtures("no_cache", "no_cap"),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm device"),
 ]
 WORDS = ["the", "film", "was", "a", "story", "about", "this", "cast", "very", "long"]
 MIB = 2**20
-
-
-@pytest.fixture(autouse=True)
-def _no_cache_and_no_cap(monkeypatch):
-    monkeypatch.setenv("TRIMTAB_CACHE", "off")
-    torch.cuda.empty_cache()
-    yield
-    torch.cuda.set_per_process_memory_fraction(1.0)
-    torch.cuda.empty_cache()
 
 
 def rows_of(num_rows=96, longest=120):

@@ -13,6 +13,7 @@ from trimtab.units import parse_bytes
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.usefixtures("no_cache", "no_cap"),
     pytest.mark.samples,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm device"),
 ]
@@ -27,15 +28,6 @@ SHAPE = {
     "max_position_embeddings": 512,
 }
 ROWS = [{"text": " ".join(row["text"] for row in reviews(6, 6 * index))} for index in range(40)]
-
-
-@pytest.fixture(autouse=True)
-def _no_cache_and_no_cap(monkeypatch):
-    monkeypatch.setenv("TRIMTAB_CACHE", "off")
-    torch.cuda.empty_cache()
-    yield
-    torch.cuda.set_per_process_memory_fraction(1.0)
-    torch.cuda.empty_cache()
 
 
 def trained(tiny, tmp_path, budget, **settings):

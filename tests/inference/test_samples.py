@@ -15,6 +15,7 @@ import trimtab
 from tiny_runs import reviews, write_jsonl
 from trimtab import Recipe, fit
 from trimtab.build import run_record, samples
+from trimtab.build.parts import EndedRun
 from trimtab.checkpoint.export import read_facts
 from trimtab.commands.samples import write_samples
 from trimtab.inference.samples import weights_dtype
@@ -165,6 +166,38 @@ def test_samples_can_be_turned_off(tiny):
     result, found, page = trained(tiny, evaluate={"samples": 0})
     assert found is None
     assert f"trimtab report {result.folder.absolute()} --samples 3" in page
+
+
+@pytest.mark.parametrize(
+    ("task", "num_samples", "is_said"), [("classify", 5, True), ("classify", 3, False), ("chat", 5, False)]
+)
+def test_a_number_that_has_no_effect_is_reported(caplog, task, num_samples, is_said):
+    caplog.set_level("INFO", logger="trimtab")
+    recipe = Recipe(model="x", data={"train": "y.csv"}, evaluate={"samples": num_samples})
+    samples.report_unused_setting(recipe, task)
+    assert ("evaluate.samples: 5 has no effect: models of task classify do not" in caplog.text) == is_said
+
+
+@pytest.mark.parametrize(
+    ("device", "precision", "adapter", "num_bytes"),
+    [
+        ("cpu", "bf16-pure", "none", 4 * 6 + 5),
+        ("cuda", "bf16-pure", "none", 2 * 6 + 5),
+        ("cuda", "bf16", "lora", 2 * 6 + 5),
+        ("cuda", "bf16", "none", 4 * 6 + 5),  # half-precision copies of fp32 weights
+    ],
+)
+def test_the_size_of_weights_is_that_of_loading(device, precision, adapter, num_bytes):
+    half, codes = torch.zeros(6, dtype=torch.bfloat16), torch.zeros(5, dtype=torch.uint8)
+    model = SimpleNamespace(parameters=lambda: [half, codes])
+    run = SimpleNamespace(
+        recipe=SimpleNamespace(adapter=adapter),
+        engine=SimpleNamespace(device=torch.device(device)),
+        plan=SimpleNamespace(precision=precision),
+        data=None,
+        loaded=SimpleNamespace(model=model),
+    )
+    assert EndedRun.of(run).weights_bytes == num_bytes
 
 
 def test_an_interrupted_run_has_no_samples(tiny, monkeypatch):

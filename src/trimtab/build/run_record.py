@@ -8,7 +8,7 @@ from pathlib import Path
 
 from trimtab.build.parts import Data, EndedRun, ResolvedRun
 from trimtab.build.report_facts import write_data_card, write_report
-from trimtab.build.samples import add_samples
+from trimtab.build.samples import add_samples, report_unused_setting
 from trimtab.build.tracking import build_uploader
 from trimtab.checkpoint.export import read_facts
 from trimtab.distributed.environment import read_rank_info
@@ -75,6 +75,7 @@ def record_start(
     """Write the recipe and the plan, and start the upload of metrics."""
     for line in run.plan.describe():
         say(line)
+    report_unused_setting(run.recipe, run.data.task.name)
     folder.write_recipe(render_resolved_yaml(LoadedRecipe(run.asked, origins)))
     folder.write_text("plan.json", json.dumps(run.plan.as_dict(), indent=1))
     folder.start(run.recipe.model_dump(mode="json"), run.plan.num_steps, journal_position, trainer.state.step)

@@ -14,7 +14,7 @@ from trimtab.hardware.memory import (
 )
 from trimtab.inference.samples import SampleRequest, generate_samples
 from trimtab.log import muted, say
-from trimtab.recipe.schema import ModelSettings
+from trimtab.recipe.schema import EvaluateSettings, ModelSettings, Recipe
 from trimtab.runs.run_folder import Folder, ReadOnlyRunFolder
 from trimtab.training.progress_lines import Progress
 from trimtab.training.run_state import FitResult
@@ -27,6 +27,13 @@ _SPACE = 1.25  # memory to generate, relative to the weights: caches, logits, an
 def rows_for_samples(data: Data) -> tuple[Rows, str]:
     """Return the rows whose inputs are the prompts, and what they are: held-out rows, or else training rows."""
     return (data.train, "Training rows (none were held out)") if data.eval is None else (data.eval, "Held-out rows")
+
+
+def report_unused_setting(recipe: Recipe, task: str) -> None:
+    """Log that `evaluate.samples` has no effect, if it was set for a task whose models do not generate text."""
+    default = EvaluateSettings().samples
+    if task not in GENERATING_TASKS and recipe.evaluate.samples not in (0, default):
+        say(f"evaluate.samples: {recipe.evaluate.samples} has no effect: models of task {task} do not generate text")
 
 
 def add_samples(run: EndedRun, result: FitResult, folder: Folder, show: Progress) -> bool:
