@@ -37,7 +37,7 @@ ROWS = reviews(24)
 SHARED = ["--data", "--eval", "--model", "--task"]
 SURFACE = {
     "best": ["--json", "--metric", "--uri", "EXPERIMENT"],
-    "check": ["--device", "--resume", "--schema", "--set", "RECIPE"],
+    "check": [*SHARED, "--device", "--resume", "--schema", "--set", "RECIPE"],
     "checkpoints": ["RUN"],
     "cluster": [
         *("--bits", "--calibration", "--calibration-rows", "--compensate", "--data", "--device", "--embeddings"),
@@ -45,6 +45,7 @@ SURFACE = {
         *("FOLDER", "MODEL"),
     ],
     "compare": [
+        *SHARED,
         *(
             "--device",
             "--out",
@@ -397,9 +398,22 @@ def test_init_check_train(trimtab, bert):
     assert by_key["epochs"] == "default"
     assert by_key["task"].startswith("mine.yaml:")
 
+    trained = trimtab("train", "mine.yaml", "--set", "train.epochs=9", "--out", "none", "--max-steps", 1)
+    assert trained.code == 2, "two lengths on one command line"
+    Path("mine.yaml").write_text(text.replace("# epochs: 3.0", "epochs: 9"))
     trained = trimtab("train", "mine.yaml", "--max-steps", 1, "--out", "run", "--quiet")
     assert trained == (0, "", "")
     assert yaml.safe_load(Path("run/recipe.yaml").read_text())["train"]["max_steps"] == 1
+    assert "# --max-steps; replaces train.epochs" in Path("run/recipe.yaml").read_text()
+
+
+def test_check_needs_no_file(trimtab, bert):
+    checked = trimtab("check", "--model", bert, "--data", "reviews.csv", "--eval", "reviews.csv", "--task", "classify")
+    assert checked.code == 0
+    lines = [" ".join(line.split()) for line in checked.out.splitlines()]
+    assert {"train: reviews.csv # --data", "eval: reviews.csv # --eval", "task: classify # --task"} <= set(lines)
+    checked = trimtab("check", "--model", "no-such-model", "--data", "review.csv")
+    assert (checked.code, "--data: data.train: 'review.csv' does not exist; did you mean" in checked.err) == (2, True)
 
 
 def test_check_prints_the_schema(trimtab):
@@ -586,8 +600,8 @@ def test_a_full_disk_does_not_hide_what_compare_measured(trimtab, bert, own_fold
 
     monkeypatch.setattr("trimtab.commands.compare.compare", measured)
     monkeypatch.setattr("trimtab.report.tables.write_folder", full)
-    (own_folder / "recipe.yaml").write_text(f"model: {bert}\ndata: {{train: reviews.csv}}\n")
-    done = trimtab("compare", "recipe.yaml", "--vary", "train.lr=1,2", "--out", "results")
+    flags = ("--model", bert, "--data", "reviews.csv", "--out", "results")
+    done = trimtab("compare", "--vary", "train.lr=1,2", *flags)
     assert (done.code, "samples/s" in done.out) == (1, True)
     assert "error: results/results.json: No space left on device\n  cure: free space on that disk" in done.err
 

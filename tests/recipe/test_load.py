@@ -93,6 +93,12 @@ FP8 = AdapterSettings(kind="lora", base="fp8")
     [
         ("", ["train={lr: 1e-3, epochs: 1}"], {"train.lr": 1e-3, "train.epochs": 1.0}),
         ("train: {epochs: 7}", ["train={lr: 1e-3}"], {"train.lr": 1e-3, "train.epochs": 7.0}),
+        ("train: {epochs: 7}", ["train.max_steps=5"], {"train.max_steps": 5, "train.epochs": None}),
+        ("train: {epochs: 7}", ["train={max_steps: 5}"], {"train.max_steps": 5, "train.epochs": None}),
+        ("train: {epochs: 7}", ["train.max_steps=5", "train.epochs=null"], {"train.max_steps": 5}),
+        ("train: {max_steps: 5}", ["train.epochs=7"], {"train.max_steps": None, "train.epochs": 7.0}),
+        ("train: {max_steps: 5}", ["train.epochs=null"], {"train.max_steps": 5, "train.epochs": None}),
+        ("train: {max_steps: 5, epochs: 3}", ["train.max_steps=6"], {"train.max_steps": 6, "train.epochs": 3.0}),
         ("train: {freeze: {a: always}}", ["train.freeze={}"], {"train.freeze": {}}),
         ("train: {freeze: {a: always}}", ["train.freeze.b.*=5"], {"train.freeze": {"a": "always", "b.*": "5 steps"}}),
         ("train:", ["train.lr=1"], {"train.lr": 1.0}),
@@ -142,6 +148,21 @@ def test_later_layers_change_earlier_ones(tmp_path, file, sets, expected):
     loaded = load_recipe(with_file(tmp_path, file), {}, sets)
     assert {key: attrgetter(key)(loaded.recipe) for key in expected} == expected
     assert load_recipe(write(tmp_path / "again.yaml", render_resolved_yaml(loaded)), {}, []).recipe == loaded.recipe
+
+
+def test_a_length_that_is_replaced_says_so(tmp_path):
+    loaded = load_recipe(with_file(tmp_path, "train: {epochs: 7}"), {"train.max_steps": 5}, [])
+    lines = [" ".join(line.split()) for line in render_resolved_yaml(loaded).splitlines()]
+    assert "max_steps: 5 # --max-steps; replaces train.epochs" in lines
+    assert "epochs: null # replaced by train.max_steps" in lines
+    run = write(tmp_path / "written.yaml", render_resolved_yaml(loaded))
+    longer = load_to_resume(run, "", tmp_path, ["train.epochs=9"])
+    assert (longer.recipe.train.epochs, longer.recipe.train.max_steps) == (9, None)
+    assert longer.origins["train.epochs"] == "--set; replaces train.max_steps"
+    with pytest.raises(RecipeError, match=r"train\.epochs: found 2\.0; train\.max_steps replaces epochs; leave one"):
+        load_recipe(None, {"model": "bert", "data.train": "a.csv", "train.epochs": 2, "train.max_steps": 3}, [])
+    with pytest.raises(RecipeError, match=r"train\.epochs: found null; a run needs an end"):
+        load_recipe(with_file(tmp_path, "train: {epochs: 7}"), {}, ["train.epochs=null"])
 
 
 def test_files_that_cannot_be_read(tmp_path):

@@ -51,7 +51,7 @@ def test_six_mistakes_are_six_lines(tmp_path):
         "  recipe.yaml:7: train.optimizer: found 'adamw_torch'; allowed: auto | adamw | adam | adagrad | sgd | "
         "adafactor | adamw8bit | adam8bit | adagrad8bit | paged-adamw8bit | paged-adam8bit | paged-adagrad8bit; "
         "write adamw",
-        "  recipe.yaml:8: train.epochs: found 0; allowed: a number above 0",
+        "  recipe.yaml:8: train.epochs: found 0; allowed: a number above 0, or null",
         "  recipe.yaml:9: fp16: found true; a key of HF Trainer; write train.precision: fp16",
         "  recipe.yaml:10: adapter: found 'lorra'; allowed: none | lora | qlora | ia3 | side | prompt | prefix, or a "
         "mapping with the keys kind, base, rank, alpha, dropout, targets, experts, layers, ranks, alphas, trains, "
@@ -61,13 +61,13 @@ def test_six_mistakes_are_six_lines(tmp_path):
 
 def test_mistakes_of_all_origins_come_together(tmp_path):
     path = tmp_path / "recipe.yaml"
-    path.write_text("model: bert\ntrain:\n  epochs: none\n  lr: 1\n  lr: 2\n")
+    path.write_text("model: bert\ntrain:\n  epochs: many\n  lr: 1\n  lr: 2\n")
     with pytest.raises(RecipeError) as caught:
         load_recipe(path, {"train.batch_size": 0}, ["train.wramup=3", "seed", "train.max_time=1:30"])
     lines = str(caught.value).replace(f"{tmp_path}/", "").splitlines()
     assert lines == [
         "the recipe has 7 problems:",
-        "  recipe.yaml:3: train.epochs: found 'none'; allowed: a number above 0",
+        "  recipe.yaml:3: train.epochs: found 'many'; allowed: a number above 0, or null",
         "  recipe.yaml:5: train.lr: given twice, first on line 4; keep one of them",
         "  --set: seed: found 'seed' without a value; write --set KEY=VALUE, such as --set train.lr=3e-5",
         "  data.train: required, but missing; allowed: a file, folder, glob or Hub name, as text "

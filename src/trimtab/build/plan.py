@@ -97,7 +97,7 @@ def _padding_share(spec: StepSpec, tokens: Tokens | None, batches: LengthGrouped
 def count_steps(recipe: Recipe, batches: LengthGroupedBatches) -> tuple[int, int]:
     """The number of optimizer steps of a run, and of an epoch."""
     per_epoch = len(batches.window_sizes())
-    num_steps = recipe.train.max_steps or max(1, math.ceil(recipe.train.epochs * per_epoch))
+    num_steps = recipe.train.num_steps(per_epoch)
     return (min(num_steps, fast_steps(recipe)) if recipe.limits.fast_dev_run else num_steps), per_epoch
 
 

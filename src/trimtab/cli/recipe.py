@@ -69,6 +69,10 @@ def _write_recipe(path: Path, text: str, option: str) -> None:
 
 def check(
     recipe: RecipeFile = None,
+    model: Model = None,
+    data: DataSource = None,
+    eval_data: EvalSource = None,
+    task: Task = None,
     sets: Sets = None,
     schema: Annotated[bool, typer.Option("--schema", help="Print the JSON Schema of recipes, for editors.")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Kill a short run and verify a bit-exact resume.")] = False,
@@ -82,7 +86,8 @@ def check(
         return
     from trimtab.build.recipe_check import missing_parts
 
-    loaded = load_recipe(recipe, {}, sets or [], extra_check=missing_parts)
+    flags = {"model": model, "data.train": data, "data.eval": eval_data, "task": task}
+    loaded = load_recipe(recipe, flags, sets or [], extra_check=missing_parts)
     if not resume:
         typer.echo(render_resolved_yaml(loaded))
         return

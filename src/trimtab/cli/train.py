@@ -126,6 +126,10 @@ def _end(result: "Result") -> None:
 
 def compare(
     recipe: RecipeFile = None,
+    model: Model = None,
+    data: DataSource = None,
+    eval_data: EvalSource = None,
+    task: Task = None,
     vary: Annotated[list[str] | None, typer.Option(help="Key and values: --vary train.precision=fp32,bf16.")] = None,
     study: Annotated[
         str | None,
@@ -158,12 +162,13 @@ def compare(
     from trimtab.units import parse_seconds
 
     set_verbosity(quiet, False)
-    base = load_with_flags(recipe, sets).recipe
+    flags = {"model": model, "data.train": data, "data.eval": eval_data, "task": task}
+    base = load_with_flags(recipe, sets, flags).recipe
     chosen = choose_variants(base, vary or [], study, variants, sample)
     limit = None if timeout is None else parse_seconds(timeout)
     protocol = Protocol(steps, repeats, warmup_steps, device, limit)
     origin = str(variants or ("--vary" if vary else "--study"))
-    candidates = check_variants(recipe, chosen, sets or [], origin=origin)
+    candidates = check_variants(recipe, chosen, sets or [], flags, origin=origin)
     folder = make_folder(base, out)
     found = run_comparison(base, candidates, protocol, logs=folder / "logs")
     if not quiet:  # first: a full disk must not hide what took long to measure

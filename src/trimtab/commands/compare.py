@@ -10,8 +10,9 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -98,27 +99,34 @@ def make_folder(recipe: Recipe, out: Path | None) -> Path:
 
 
 def check_variants(
-    recipe: Path | None, variants: Sequence[Variant], sets: Sequence[str] = (), *, origin: str = "--vary"
+    recipe: Path | None,
+    variants: Sequence[Variant],
+    sets: Sequence[str] = (),
+    flags: Mapping[str, Any] | None = None,
+    *,
+    origin: str = "--vary",
 ) -> list[VariantRuns]:
     """Load and check the recipe of each variant. Nothing is started or written.
 
     Args:
-        recipe: The recipe's file; None if `sets` is the whole recipe.
+        recipe: The recipe's file; None if `sets` and `flags` are the whole recipe.
         variants: The variants; all others are compared with the first one.
         sets: Changes to the recipe of all variants, such as "train.lr=3e-5".
+        flags: Values of plain flags by dotted key; None means that the flag was not given.
         origin: Where the variants were written: the option, or the file of `--variants`.
 
     Raises:
         RecipeError: The unchanged recipe is not valid, or no variant is.
     """
-    load_recipe(recipe, {}, list(sets))
+    load = partial(load_recipe, recipe, flags or {}, sets)
+    load()
     for variant in variants:
         _refuse_own_keys(variant)
-    checked = [_check(recipe, sets, variant, origin) for variant in variants]
+    checked = [_check(load, variant, origin) for variant in variants]
     if not checked:
         raise RecipeError("there is nothing to compare", "--vary KEY=a,b, --study NAME or --variants FILE")
     if all(one.recipe is None for one in checked):
-        _load_variant(recipe, sets, variants[0], origin)  # raises an error with everything that is wrong
+        _load_variant(load, variants[0], origin)  # raises an error with everything that is wrong
     for one in checked:
         if one.recipe is None:
             say(f"{one.variant.name}: refused: {one.failure}")
@@ -138,18 +146,18 @@ def _refuse_own_keys(variant: Variant) -> None:
                 )
 
 
-def _check(recipe: Path | None, sets: Sequence[str], variant: Variant, origin: str) -> VariantRuns:
+def _check(load: Callable[..., LoadedRecipe], variant: Variant, origin: str) -> VariantRuns:
     try:
-        loaded = _load_variant(recipe, sets, variant, origin)
+        loaded = _load_variant(load, variant, origin)
     except RecipeError as error:
         reason = [line.strip() for line in error.problem.splitlines() if line.strip()][-1].removeprefix(f"{origin}: ")
         return VariantRuns(variant, None, failure=reason)
     return VariantRuns(variant, loaded.recipe.model_dump(mode="json", exclude_defaults=True))
 
 
-def _load_variant(recipe: Path | None, sets: Sequence[str], variant: Variant, origin: str) -> LoadedRecipe:
+def _load_variant(load: Callable[..., LoadedRecipe], variant: Variant, origin: str) -> LoadedRecipe:
     changes = [f"{key}={as_yaml(value)}" for key, value in variant.changes.items()]
-    return load_recipe(recipe, {}, list(sets), changes, changes_origin=origin)
+    return load(changes, changes_origin=origin)
 
 
 def compare(recipe: Recipe, candidates: Sequence[VariantRuns], protocol: Protocol, *, logs: Path) -> Comparison:

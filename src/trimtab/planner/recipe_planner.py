@@ -87,7 +87,7 @@ class RecipePlanner:
             return fast_steps(self.recipe)
         if train.max_steps is not None or num_rows is None:
             return train.max_steps
-        return max(1, math.ceil(train.epochs * math.ceil(num_rows / train.batch_size)))
+        return train.num_steps(math.ceil(num_rows / train.batch_size))
 
     # ------------------------------------------------------------------ the search space
 

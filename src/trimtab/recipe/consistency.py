@@ -89,7 +89,9 @@ def _in_training(recipe: "Recipe") -> Iterator[Mistake]:
     if train.schedule == "noam" and not train.warmup:
         text = "found 0; schedule noam needs a warmup; write a number of steps such as 4000"
         yield _mistake("train.warmup", text, "train.schedule")
-    if train.max_steps is not None and train.epochs != _default(train, "epochs"):
+    if train.max_steps is None and train.epochs is None:
+        yield _mistake("train.epochs", "found null; a run needs an end; write a number, or train.max_steps: 1000")
+    if train.max_steps is not None and train.epochs not in (None, _default(train, "epochs")):
         text = f"found {shown(train.epochs)}; train.max_steps replaces epochs; leave one of them out"
         yield _mistake("train.epochs", text, "train.max_steps")
     if train.label_smoothing and recipe.task == "regress":

@@ -26,6 +26,8 @@ _FLAGS = {
     "limits.train": "--limit-train",
     "limits.eval": "--limit-eval",
 }
+# Each of these keys replaces the other one of an earlier layer: both say how long a run is.
+_REPLACED_BY = {"train.max_steps": "train.epochs", "train.epochs": "train.max_steps"}
 # For each of these keys, a single word is short for a mapping with only this key.
 _SHORT_FOR = {"model": "name", "adapter": "kind", "track": "uri"}
 _WIDTH = 100
@@ -277,9 +279,10 @@ class _Layers:
             return
         if dotted == "model":
             self._report_replaced_model(origin)
+        replaced = self._remove_replaced(dotted, value)
         holder[name] = value
         self.origins = {old: place for old, place in self.origins.items() if not f"{old}.".startswith(f"{dotted}.")}
-        self.origins[dotted] = origin
+        self.origins[dotted] = f"{origin}; replaces {replaced}" if replaced else origin
         self._layer.add(dotted)
         leaf = dotted.removesuffix(f".{name}")
         if leaf in _KEYS and _KEYS[leaf].section is None:  # an entry of train.freeze changes the whole mapping
@@ -339,6 +342,18 @@ class _Layers:
             self._refuse_both(dotted, value, origin, path, word)
             return None
         return {}  # a value of an earlier layer; validation refuses a mapping where none is allowed
+
+    def _remove_replaced(self, dotted: str, value: Any) -> str:
+        """Set the key that a value replaces to null, if an earlier layer gave it; return that key, else nothing."""
+        other = _REPLACED_BY.get(dotted, "")
+        is_used = other == "train.max_steps" or is_null_word(self._value_at("train.max_steps"))
+        if not other or other in self._layer or not is_used:
+            return ""
+        if is_null_word(value) or is_null_word(self._value_at(other)):
+            return ""
+        self.values["train"][other.removeprefix("train.")] = None
+        self.origins[other] = f"replaced by {dotted}"
+        return other
 
     def _refuse_both(self, dotted: str, value: Any, origin: str, other: str, other_value: Any) -> None:
         place = self.origins.get(other, origin)

@@ -4,6 +4,7 @@ The string below each field is its documentation: `trimtab init`, the JSON Schem
 it.
 """
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar
 
@@ -132,10 +133,11 @@ class DataSettings(Section):
 class TrainSettings(Section):
     """Training hyperparameters. Defaults are those of HF Trainer."""
 
-    epochs: PositiveFloat = 3.0
-    """Number of passes over the training rows."""
+    epochs: PositiveFloat | None = 3.0
+    """Number of passes over the training rows; null = max_steps decides."""
     max_steps: PositiveInt | None = None
-    """Number of optimizer steps; replaces epochs."""
+    """Number of optimizer steps, instead of epochs. On the command line, each of the two replaces the recipe's
+    other."""
     max_time: Duration | None = None
     """Save and stop after this time, such as 3h; `trimtab resume` continues the run."""
     batch_size: PositiveInt = 8
@@ -188,6 +190,10 @@ class TrainSettings(Section):
     """Use only deterministic CUDA kernels; slower."""
     log_every: Steps = 10
     """Number of steps between logged metrics."""
+
+    def num_steps(self, steps_per_epoch: int) -> int:
+        """Return the number of optimizer steps of a run."""
+        return self.max_steps or max(1, math.ceil((self.epochs or 0) * steps_per_epoch))
 
     @field_validator("max_grad_norm", mode="after")
     @classmethod
