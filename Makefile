@@ -1,4 +1,5 @@
-# Everything a fresh machine needs: `make demo` and `make test` set up .venv by themselves, and skip what is done.
+# Everything a fresh machine needs. `make demo` installs the library into .venv, `make test` also what the tests need;
+# both skip what is done.
 PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
@@ -15,13 +16,18 @@ help:           ## this list
 .venv/installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(PIP) install --quiet --progress-bar off -c constraints.txt torch==2.13.0 -e '.[dev]'
+	touch .venv/installed-library $@
+
+.venv/installed-library: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(PIP) install --quiet --progress-bar off -c constraints.txt torch==2.13.0 -e .
 	touch $@
 
 .venv/installed-bench: .venv/installed
 	$(PIP) install --quiet --progress-bar off -c constraints.txt -e '.[dev,bench]'
 	touch $@
 
-demo: .venv/installed      ## fine-tune a real pretrained model on real text
+demo: .venv/installed-library   ## fine-tune a real pretrained model on real text
 	$(BIN)/trimtab demo
 
 # mypy uses one core for a minute, and the tests leave some of the time of each core unused: they run at the same time.
@@ -79,7 +85,7 @@ style: .venv/installed
 lint: style     ## style and types
 	$(BIN)/mypy
 
-bench: .venv/installed-bench    ## the overhead table of the README, measured here
+bench: .venv/installed-bench    ## the overhead table of docs/overhead.md, measured here
 	$(BIN)/python benchmarks/overhead.py
 
 clean:          ## forget the virtual environment

@@ -19,8 +19,8 @@ A recipe is one YAML file, or the same settings as flags (`--set train.lr=3e-5`)
 - Keys of [HF Trainer](coming-from/hf-trainer.md), [Accelerate](coming-from/accelerate.md),
   [Lightning](coming-from/lightning.md), [TRL and PEFT](coming-from/trl-peft.md), [Axolotl](coming-from/axolotl.md),
   [Unsloth](coming-from/unsloth.md), [torchtune](coming-from/torchtune.md) and [Ludwig](coming-from/ludwig.md) are
-  answered with the key of trimtab; `trimtab convert` translates a whole config of Axolotl. Keys marked "Not supported
-  yet" are refused when they are set to anything else: no setting is ever ignored silently.
+  answered with the key of trimtab; `trimtab convert` translates a whole config of Axolotl. Unknown keys and
+  values are refused: no setting is ever ignored silently.
 
 Names of metrics are in [training.md](training.md#metrics), keys that save memory or time in
 [techniques.md](techniques.md), terms in [glossary.md](glossary.md).

@@ -255,8 +255,8 @@ class MemorySettings(Section):
     """How to fit into memory. Except for `allow`, none of these changes the result of training."""
 
     budget: Budget | None = None
-    """Device memory that the run may use, such as 8GiB; on a GPU it is never exceeded: micro-batches shrink if
-    necessary; auto = the free memory of the device; null = no limit."""
+    """Device memory that the run may use, such as 8GiB; on a GPU the allocator is capped to stay within it, and
+    micro-batches shrink if necessary; auto = the free memory of the device; null = no limit."""
     micro_batch: MicroBatch = "auto"
     """Rows per forward pass; auto = chosen by the planner on a GPU or with a budget, else all of train.batch_size."""
     gradient_checkpointing: GradientCheckpointing = "auto"
