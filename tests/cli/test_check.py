@@ -64,6 +64,17 @@ def test_existing_parts_pass(bert):
     assert problems({"config": tiny_config("bert"), "tokenizer": "train"}) == []
 
 
+def test_rows_are_read_as_a_run_reads_them(bert, monkeypatch):
+    lines = []
+    monkeypatch.setattr("trimtab.build.data.say", lines.append)
+    write_csv(Path("more.csv"), [row | {"stars": 1} for row in reviews(6)])
+    assert problems(bert, "{train: more.csv, eval: reviews.csv}") == []
+    assert "more.csv: columns that are not used: 'stars'" in lines
+    assert any(line.startswith("4 rows of data.eval are also in data.train") for line in lines)
+    (line,) = problems(bert, "{train: reviews.csv, text: label, label: label}")
+    assert line.startswith("r.yaml:2: data: data.text and data.label are the same column 'label'")
+
+
 @pytest.mark.parametrize(
     ("source", "problem"),
     [

@@ -143,10 +143,18 @@ def test_origins_are_read_from_a_recipe(tmp_path, path):
 def test_a_card_without_labels_and_held_out_rows():
     sizes = {"num_rows": 4, "num_examples": 2, "num_truncated": 1, "num_tokens": 9, "num_loss_tokens": 5}
     sizes |= {"shortest": 1, "median": 2, "p95": 3, "longest": 8}
-    card = {"task": "chat", "columns": {"prompt": ["a", "b"]}, "train": sizes, "eval": None, "max_length": 8}
+    card = {
+        "task": "chat",
+        "notices": ["not <used>"],
+        "columns": {"prompt": ["a", "b"]},
+        "train": sizes,
+        "eval": None,
+        "max_length": 8,
+    }
     text = data_card(card | {"histogram": [{"first": 1, "last": 8, "num_examples": 2}], "labels": []})
     assert "a and b (prompt)" in text
     assert "1 (25.0%)" in text
+    assert "not &lt;used&gt;" in text
     assert "Labels" not in text
     assert data_card({}) == held_out_rows({}) == ""
 

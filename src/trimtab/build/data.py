@@ -1,12 +1,13 @@
 """Build the rows, task and tokens of a recipe."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from trimtab.build.parts import Data, Loaded, Tokens
+from trimtab.data.notices import data_notices
 from trimtab.data.sources import Rows, hold_out_rows, load_rows
 from trimtab.data.tasks.build import build_task
+from trimtab.data.tasks.columns import column_list, strings_in
 from trimtab.data.tasks.decoder_start import generation_start
 from trimtab.data.tokens import TokenDataset, cached
 from trimtab.errors import RecipeError
@@ -47,7 +48,10 @@ def build_data(recipe: Recipe) -> Data:
         )
         num_rows = len(train) + len(held_out)
         say(f"data.eval is not set: {len(held_out):,} of {num_rows:,} rows are held out for evaluation")
-    return Data(task, train, held_out)
+    notices = data_notices(task, train, held_out, is_held_out=settings.eval is None)
+    for line in notices:
+        say(line)
+    return Data(task, train, held_out, notices)
 
 
 def build_tokens(recipe: Recipe, data: Data, loaded: Loaded) -> Tokens:
@@ -85,17 +89,8 @@ def build_tokens(recipe: Recipe, data: Data, loaded: Loaded) -> Tokens:
 
 def texts_of(data: Data) -> list[str]:
     """Every text of the training rows."""
-    names = [name for value in data.task.columns.values() for name in ([value] if isinstance(value, str) else value)]
-    return [text for name in names if name in data.train.columns for text in _strings(data.train.columns[name])]
-
-
-def _strings(value: Any) -> Iterator[str]:
-    """Every text in a column, including those in the messages of a chat."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, list | tuple | dict):
-        for inner in value.values() if isinstance(value, dict) else value:
-            yield from _strings(inner)
+    names = [name for columns in data.task.columns.values() for name in column_list(columns)]
+    return [text for name in names if name in data.train.columns for text in strings_in(data.train.columns[name])]
 
 
 def run_name(recipe: Recipe) -> str:

@@ -18,11 +18,12 @@ from trimtab.tracking.mlflow.registry import TrackedModel
 
 @dataclass(frozen=True)
 class Data:
-    """Rows and their task."""
+    """Rows and their task, with lines about what is unusual in the rows."""
 
     task: Task
     train: Rows
     eval: Rows | None
+    notices: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,17 @@
 """Checks of `trimtab check` beyond the schema: missing files, models, tokenizers and metrics.
 
-It reads configs, tokenizers and descriptions of datasets, but neither rows nor weights.
+It reads configs, tokenizers, rows of local files and descriptions of datasets on the Hub, but no weights.
 """
 
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from trimtab.build.data import build_data
 from trimtab.build.tracked_model import find_tracked_model
 from trimtab.data.metrics import metrics_of_task, near_metrics
-from trimtab.data.sources import check_source
+from trimtab.data.sources import check_source, is_here
 from trimtab.errors import UserError
+from trimtab.log import say
 from trimtab.model.load import check_config, load_config, load_tokenizer
 from trimtab.recipe.mistakes import Mistake, shown
 from trimtab.recipe.schema import ModelSettings, Recipe
@@ -17,7 +19,12 @@ from trimtab.tracking.mlflow.registry import is_tracked_model
 
 
 def missing_parts(recipe: Recipe) -> Iterator[Mistake]:
-    """Yield a mistake for everything that a recipe names and that does not exist."""
+    """Yield a mistake for everything that a recipe names and that does not exist; if all exists, for unusable rows."""
+    found = list(_missing_names(recipe))
+    yield from found or _in_rows(recipe)
+
+
+def _missing_names(recipe: Recipe) -> Iterator[Mistake]:
     for key in ("train", "eval"):
         source = getattr(recipe.data, key)
         if isinstance(source, str):
@@ -26,6 +33,16 @@ def missing_parts(recipe: Recipe) -> Iterator[Mistake]:
     if recipe.distill is not None and not is_tracked_model(recipe.distill.teacher):
         yield from _problem("distill.teacher", load_tokenizer, recipe.distill.teacher)
     yield from _in_metrics(recipe)
+
+
+def _in_rows(recipe: Recipe) -> Iterator[Mistake]:
+    """Read the rows as a run does, which logs what is unusual in them."""
+    sources = [source for source in (recipe.data.train, recipe.data.eval) if isinstance(source, str)]
+    elsewhere = next((source for source in sources if not is_here(source)), None)
+    if elsewhere is None:
+        yield from _problem("data", build_data, recipe)
+    else:
+        say(f"rows of {elsewhere} are not read here, but by: trimtab data show")
 
 
 def _in_model(recipe: Recipe) -> Iterator[Mistake]:

@@ -58,7 +58,7 @@ def write_data_card(run: ResolvedRun, folder: Folder) -> None:
         return
     data, tokens = run.data, run.tokens
     card = describe_sets(data.task, data.train, data.eval, tokens.train, tokens.eval, _NUM_BINS)
-    update_facts(folder, data=asdict(card) | {"max_length": tokens.max_length})
+    update_facts(folder, data=asdict(card) | {"max_length": tokens.max_length, "notices": data.notices})
 
 
 def update_facts(folder: Folder, **facts: Any) -> None:

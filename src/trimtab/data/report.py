@@ -3,13 +3,13 @@
 `describe_data` collects a `DataReport`; `report_table.render` formats it for a terminal.
 """
 
-import json
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
 import torch
 
+from trimtab.data.notices import SharedText, input_columns, shared_texts
 from trimtab.data.rows import Rows
 from trimtab.data.tasks.base import Task
 from trimtab.data.tasks.columns import strings_in
@@ -18,7 +18,6 @@ from trimtab.data.tokens import TokenDataset
 
 _NUM_BINS = 10
 _MAX_PATTERN = 8
-_OUTPUT_ROLES = {"label", "target", "answer"}
 _ADDED_BY = {"chat": "by the chat template", "causal-lm": "around texts"}
 
 
@@ -78,15 +77,6 @@ class LabelCount:
 
 
 @dataclass(frozen=True)
-class SharedText:
-    """A text that is in both sets."""
-
-    text: str
-    train_location: str
-    eval_location: str
-
-
-@dataclass(frozen=True)
 class DataCard:
     """Sizes, lengths and labels of the data of a run."""
 
@@ -138,7 +128,7 @@ def describe_data(
         for index in range(min(num_examples, len(train_tokens)))
     )
     with_special = _rows_with_special_tokens(task, train_rows, tokenizer)
-    shared, num_shared_rows = _shared_texts(task, train_rows, eval_rows)
+    shared, num_shared_rows = shared_texts(task, train_rows, eval_rows)
     return DataReport(
         **vars(describe_sets(task, train_rows, eval_rows, train_tokens, eval_tokens)),
         examples=examples,
@@ -239,52 +229,17 @@ def _describe_special_tokens(task: Task, examples: tuple[ShownExample, ...], tok
     return f"special tokens added {_ADDED_BY.get(task.name, 'by the tokenizer')}: {shortened}: do not add them yourself"
 
 
-def _input_columns(task: Task) -> list[str]:
-    """Return the columns of the model's input, without those of its output."""
-    roles = {role: columns for role, columns in task.columns.items() if role not in _OUTPUT_ROLES} or task.columns
-    return [name for columns in roles.values() for name in ([columns] if isinstance(columns, str) else columns)]
-
-
 def _rows_with_special_tokens(task: Task, rows: Rows, tokenizer: Any) -> list[int]:
     """Return the rows whose text contains special tokens, which the model would see twice."""
     names = ("cls_token", "sep_token", "bos_token", "eos_token", "pad_token")
     tokens = {str(token) for name in names if (token := getattr(tokenizer, name, None)) and len(str(token)) > 2}
     tokens.discard(str(getattr(tokenizer, "unk_token", None)))  # some corpora have <unk> in their texts on purpose
-    columns = [rows.columns[name] for name in _input_columns(task) if name in rows.columns]
+    columns = [rows.columns[name] for name in input_columns(task) if name in rows.columns]
     return [
         index
         for index in range(len(rows))
         if any(token in text for column in columns for text in strings_in(column[index]) for token in tokens)
     ]
-
-
-def _shared_texts(task: Task, train_rows: Rows, eval_rows: Rows | None) -> tuple[list[SharedText], int]:
-    """Return the distinct texts that are in both sets, and the number of eval rows with such a text."""
-    names = [name for name in _input_columns(task) if name in train_rows.columns]
-    if eval_rows is None or not names or any(name not in eval_rows.columns for name in names):
-        return [], 0
-    first_row: dict[str, int] = {}
-    for index in range(len(train_rows)):
-        first_row.setdefault(_row_key(train_rows, names, index), index)
-    found: dict[str, int] = {}
-    num_rows = 0
-    for index in range(len(eval_rows)):
-        key = _row_key(eval_rows, names, index)
-        if key in first_row:
-            num_rows += 1
-            found.setdefault(key, index)
-    shared = []
-    for key, index in found.items():
-        text = " | ".join(text for name in names for text in strings_in(eval_rows.columns[name][index]))
-        shared.append(SharedText(text, train_rows.location(first_row[key]), eval_rows.location(index)))
-    return shared, num_rows
-
-
-def _row_key(rows: Rows, names: list[str], index: int) -> str:
-    values = [rows.columns[name][index] for name in names]
-    if len(values) == 1 and isinstance(values[0], str):
-        return values[0]
-    return json.dumps(values, sort_keys=True, default=str)
 
 
 def _sizes(task: Task, rows: Rows, tokens: TokenDataset) -> SetSizes:

@@ -304,6 +304,10 @@ def test_a_tokenizer_without_offsets(fresh_gpt):
         [{"from": "human", "value": "hello"}, {"from": "gpt", "value": "paris"}],
         [{"role": "User", "content": "hello", "tool_calls": None}, {"role": "model", "content": "paris"}],
         json.dumps([{"role": "user", "content": "hello"}, {"role": "assistant", "content": "paris"}]),
+        [
+            {"role": "user", "content": [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]},
+            {"role": "assistant", "content": "paris"},
+        ],
     ],
 )
 def test_messages_in_other_words(fresh_gpt, value):
@@ -363,6 +367,7 @@ def test_columns_that_the_user_names(fresh_gpt):
         ([{"role": "user", "content": "hello"}], "contains no answer: the roles are user"),
         ([{"role": "user", "content": "a"}, {"role": "assistant", "content": " "}], "contains an empty answer"),
         ([{"role": "user", "content": "a"}, {"role": "assistant", "content": None}], "contains an empty answer"),
+        ([{"role": "user", "content": [{"type": "image"}]}], "contains a message with a part 'image'"),
     ],
 )
 def test_bad_conversations(fresh_gpt, said, value, problem):

@@ -200,6 +200,7 @@ def test_a_label_that_stands_in_eval_only():
         ([None] * 4, "column 'label' has no label in 4 rows: classification needs at least two"),
         ([0.5, 1.5, 2.0, 3.0], "column 'label' contains 0.5: these are not classes"),
         ([{"a": 1}] * 4, "column 'label' contains {'a': 1}: these are not classes"),
+        ([f"free text {i}" for i in range(40)], "40 distinct values in 40 rows: these are not classes"),
         ([f"free text {i}" for i in range(200)], "200 distinct values in 200 rows: these are not classes"),
     ],
 )

@@ -80,6 +80,28 @@ def test_asked_for_where_not_clear(columns, problem):
     assert "set data.text" in caught.value.cure or "set task" in caught.value.cure
 
 
+@pytest.mark.parametrize("columns", [{"messages": MESSAGES}, {"prompt": WORDS, "completion": WORDS}])
+def test_a_boolean_label_beside_answers_is_asked_about(columns):
+    rows = make_rows(**columns, label=[True, False, False, True])
+    with pytest.raises(DataError, match="column 'label' is false in 2 of 4 rows with answers") as caught:
+        build_task(None, rows)
+    assert "set task: chat" in caught.value.cure
+    assert build_task("chat", rows).name == "chat"
+
+
+@pytest.mark.parametrize("task", [None, "chat"])
+def test_images_are_refused(task):
+    with pytest.raises(DataError, match="column 'images' belongs to the conversations") as caught:
+        build_task(task, make_rows(messages=MESSAGES, images=[["a.png"]] * 4))
+    assert "remove the column 'images'" in caught.value.cure
+    assert build_task(task, make_rows(messages=MESSAGES, images=[[], None, [], []])).name == "chat"
+
+
+def test_a_text_is_not_its_own_label():
+    with pytest.raises(DataError, match="data.text and data.label are the same column 'label'"):
+        build_task(None, make_rows(text=WORDS, label=["a", "b", "a", "b"]), text="label", label="label")
+
+
 def test_a_named_task_lets_more_be_guessed():
     rows = make_rows(utterances=WORDS, kind=list("abab"), id=[1, 2, 3, 4])
     with pytest.raises(DataError, match="cannot tell which column is the label"):

@@ -104,6 +104,10 @@ class Task:
         bad.report(rows.origin)
         return rows if len(kept) == len(rows) else rows.select(kept)
 
+    def notices(self, rows: Rows) -> list[str]:
+        """Return lines about what is unusual in usable training rows."""
+        return []
+
     def encode(self, rows: Rows, tokenizer: Any, max_length: int) -> TokenDataset:
         """Tokenize the usable rows to examples of at most `max_length` tokens."""
         with backend_unchanged(tokenizer):

@@ -14,6 +14,7 @@ from trimtab.data.tasks.columns import (
     MESSAGE_NAMES,
     PROMPT_NAMES,
     SEQ2SEQ_NAMES,
+    column_list,
     find,
     find_pair,
     find_text,
@@ -32,6 +33,7 @@ from trimtab.data.tasks.texts import choose_text
 from trimtab.errors import DataError
 
 TASK_NAMES = ("classify", "regress", "causal-lm", "chat", "seq2seq", "masked-lm")
+_MEDIA_NAMES = {"image", "images", "video", "videos", "audio", "audios"}
 _PROMPT_AND_ANSWER = tuple((prompt, answer) for prompt in PROMPT_NAMES for answer in ANSWER_NAMES)
 
 
@@ -114,7 +116,7 @@ def build_task(
 def _check_eval_columns(task: Task, rows: Rows) -> None:
     """Refuse eval rows without a column that the task reads; columns of tools and system prompts may be missing."""
     values = [value for role, value in task.columns.items() if role not in ("tools", "system")]
-    needed = [name for value in values for name in ([value] if isinstance(value, str) else value)]
+    needed = [name for value in values for name in column_list(value)]
     missing = [name for name in needed if name not in rows.columns]
     if missing and len(rows):
         raise DataError(
@@ -157,6 +159,7 @@ def build_task_of_classifier(
 
 def _guess_task(rows: Rows, named: _NamedColumns) -> tuple[str, str]:
     """Return the task and the reason for the guess."""
+    _ask_about_preferences(rows, named)
     if named.messages or named.prompt or named.answer:
         return "chat", "data.messages or data.prompt is set"
     if named.target:
@@ -187,6 +190,22 @@ def _guess_task(rows: Rows, named: _NamedColumns) -> tuple[str, str]:
     )
 
 
+def _ask_about_preferences(rows: Rows, named: _NamedColumns) -> None:
+    """Refuse to guess what a boolean label beside conversations means: it often marks answers as good or bad."""
+    column = None if named.label else find(rows, LABEL_NAMES[:2])
+    answers = named.messages or named.answer or _find_messages(rows)
+    pair = find_pair(rows, _PROMPT_AND_ANSWER)
+    answers = answers or (pair[1] if pair is not None and named.text is None else None)
+    if column is None or answers is None or not isinstance(first_value(rows, column), bool):
+        return
+    num_false = rows.columns[column].count(False)
+    raise DataError(
+        f"{rows.origin}: column {column!r} is false in {num_false:,} of {len(rows):,} rows with answers: "
+        "training on preferences is not supported yet, and bad answers would be learned like good ones",
+        "keep only the rows with good answers, or set task: chat to learn all answers",
+    )
+
+
 def _guess_labelled(rows: Rows, columns: list[str]) -> tuple[str, str]:
     for name in columns:
         require(rows, name, "data.label")
@@ -200,6 +219,12 @@ def _build_labelled(name: str, rows: Rows, named: _NamedColumns, notes: list[str
     for column in labels:
         require(rows, column, "data.label")
     texts = choose_text(rows, named.text, notes, besides=labels)
+    both = next((column for column in labels if column in texts.names), None)
+    if both is not None:
+        raise DataError(
+            f"data.text and data.label are the same column {both!r}: the model would read the label",
+            f"set one of them to another column of {rows.origin}: {list_values(rows.names)}",
+        )
     if name == "regress":
         return Regress(texts, labels, notes, on_bad_rows)
     reader = read_labels(rows, labels)
@@ -240,6 +265,7 @@ def _find_messages(rows: Rows) -> str | None:
 
 
 def _choose_conversations(rows: Rows, named: _NamedColumns, notes: list[str]) -> Conversations:
+    _refuse_media(rows)
     column = named.messages
     if column is not None:
         require(rows, column, "data.messages")
@@ -253,6 +279,16 @@ def _choose_conversations(rows: Rows, named: _NamedColumns, notes: list[str]) ->
     if tools is not None:
         notes.append(f"tools of the conversations: column {tools!r} (rename it to leave them out)")
     return MessageColumn(column, tools)
+
+
+def _refuse_media(rows: Rows) -> None:
+    """Refuse conversations about images, videos or sounds, which a text model would not see."""
+    for column in rows.names:
+        if column.strip().casefold() in _MEDIA_NAMES and first_value(rows, column) not in (None, []):
+            raise DataError(
+                f"{rows.origin}: column {column!r} belongs to the conversations; the model would see only the text",
+                f"train on text (remove the column {column!r}), or write your own loop with trimtab.Engine",
+            )
 
 
 def _choose_prompts(rows: Rows, named: _NamedColumns, notes: list[str]) -> PromptColumns:

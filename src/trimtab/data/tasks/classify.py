@@ -7,7 +7,8 @@ from torch import Tensor
 
 from trimtab.data.rows import Rows
 from trimtab.data.tasks.base import Batch, Problem, Task
-from trimtab.data.tasks.label_columns import LabelColumns
+from trimtab.data.tasks.label_columns import FlagColumns, LabelColumns, OneLabel
+from trimtab.data.tasks.labels import imbalance, suspicious_labels
 from trimtab.data.tasks.texts import TextColumns
 from trimtab.data.tokens import TokenDataset
 
@@ -49,6 +50,16 @@ class Classify(Task):
     def problem(self, rows: Rows, index: int) -> Problem:
         """Report a missing text or an unknown label."""
         return self._texts.problem(rows, index) or self._labels.problem(rows, index)
+
+    def notices(self, rows: Rows) -> list[str]:
+        """Report labels that are probably mistakes, and labels with few rows."""
+        labels = self._labels
+        if isinstance(labels, FlagColumns):
+            return []
+        found = suspicious_labels(labels.labels.names, rows.origin)
+        if isinstance(labels, OneLabel):
+            found += imbalance(labels.labels.names, labels.values(rows), rows.origin)
+        return found
 
     def encode_rows(self, rows: Rows, tokenizer: Any, max_length: int) -> TokenDataset:
         """Tokenize texts and number the labels."""

@@ -110,6 +110,11 @@ def strings_in(value: Any) -> Iterator[str]:
             yield from strings_in(inner)
 
 
+def column_list(columns: str | Sequence[str]) -> list[str]:
+    """Return the columns of a role, which may be one name or several."""
+    return [columns] if isinstance(columns, str) else list(columns)
+
+
 def list_values(values: Sequence[Any], limit: int = 8) -> str:
     """Format values for a message, at most `limit` of them."""
     shown = ", ".join(repr(value) for value in values[:limit])

@@ -3,6 +3,7 @@
 A label is identified by its text: 1 in one file and "1" in another are the same label.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -11,7 +12,10 @@ from trimtab.errors import DataError
 
 # A column with more distinct values contains numbers or free text rather than classes.
 _MAX_LABELS = 1000
+_MIN_ROWS = 10  # as many labels as rows are texts; in fewer rows, that may be chance
 _MAX_WHOLE_NUMBER_LABELS = 100
+_MAX_RATIO = 10  # rows of the most frequent label for one of the rarest
+_MISSING = {"na", "n/a", "#n/a", "<na>", "nan", "null"}
 _MAX_DIGITS = 1000  # int() raises above 4,300
 _YES = {"1", "true", "yes"}
 _NO = {"0", "false", "no"}
@@ -83,7 +87,8 @@ def collect_labels(values: Iterable[Any], column: str, origin: str) -> LabelSet:
             elif not is_missing(single):
                 raise _not_classes(f"contains {single!r}", column, origin)
             num_values += 1
-    if len(keys) > _MAX_LABELS or (num_values >= 100 and len(keys) > num_values / 2):
+    are_texts = len(keys) == num_values >= _MIN_ROWS or (num_values >= 100 and len(keys) > num_values / 2)
+    if len(keys) > _MAX_LABELS or are_texts:
         raise _not_classes(f"has {len(keys)} distinct values in {num_values} rows", column, origin)
     if len(keys) < 2:
         found = f"1 label ({list_values(list(keys))})" if keys else "no label"
@@ -100,6 +105,43 @@ def _not_classes(what: str, column: str, origin: str) -> DataError:
         f"{origin}: column {column!r} {what}: these are not classes",
         "set task: regress to predict numbers, or set data.label to another column",
     )
+
+
+def suspicious_labels(names: Sequence[str], origin: str) -> list[str]:
+    """Return lines about labels that are probably missing values, or spellings of another label."""
+    missing = [name for name in names if name.casefold() in _MISSING]
+    lines = []
+    if missing:
+        lines.append(
+            f"{origin}: {list_values(missing)} {'is' if len(missing) == 1 else 'are'} trained like any other label; "
+            "if it means that the label is missing, remove these rows"
+        )
+    by_spelling: dict[str, list[str]] = {}
+    for name in names:
+        by_spelling.setdefault(" ".join(name.casefold().split()), []).append(name)
+    same = [spellings for spellings in by_spelling.values() if len(spellings) > 1]
+    lines += [
+        f"{origin}: {list_values(each)} are different labels; write them alike if they mean the same" for each in same
+    ]
+    return lines
+
+
+def imbalance(names: Sequence[str], numbers: Sequence[int], origin: str) -> list[str]:
+    """Return a line if a label is much more frequent than another one.
+
+    Args:
+        names: The labels.
+        numbers: The index of each row's label.
+        origin: The source of the rows.
+    """
+    counts = Counter(numbers)
+    most, least = max(counts, key=counts.__getitem__), min(counts, key=counts.__getitem__)
+    if counts[most] < _MAX_RATIO * counts[least]:
+        return []
+    return [
+        f"{origin}: labels are imbalanced: {counts[most]:,} training rows have {names[most]!r} and {counts[least]:,} "
+        f"{names[least]!r} ({counts[most] / counts[least]:.0f}:1)"
+    ]
 
 
 def are_regression_targets(values: Iterable[Any]) -> bool:

@@ -168,7 +168,25 @@ def _message(entry: Any, column: str) -> Message:
         raise BadMessages(f"column {column!r} contains a message without a role: {short}", _FIX)
     # Tables fill keys that only some messages have with None, and a template would treat those keys as present.
     kept = {key: value for key, value in entry.items() if value is not None}
+    if isinstance(kept.get("content"), list):
+        kept["content"] = _text_of_parts(kept["content"], column)
     return {"content": "", **kept, "role": _ROLES.get(role.casefold(), role.casefold())}
+
+
+def _text_of_parts(parts: list[Any], column: str) -> str:
+    """Return the text of a message in parts, as models for images and sounds take it."""
+    others = [part.get("type") if isinstance(part, dict) else part for part in parts if _text_of(part) is None]
+    if others:
+        raise BadMessages(
+            f"column {column!r} contains a message with a part {others[0]!r}: text models are trained on text only",
+            "remove the row, or write your own loop with trimtab.Engine",
+        )
+    return "".join(_text_of(part) or "" for part in parts)
+
+
+def _text_of(part: Any) -> str | None:
+    text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
+    return text if isinstance(text, str) else None
 
 
 def check_messages(messages: list[Message], column: str) -> list[Message]:

@@ -27,6 +27,7 @@ def data_card(card: Mapping[str, Any]) -> str:
     facts = paragraph(f"Task: {card['task']}. {f'Columns: {columns}.' if columns else ''}{_how_split(sets)}")
     return (
         facts
+        + "".join(map(paragraph, card.get("notices", ())))
         + '<div class="columns"><div>'
         + f"<h3>Sizes</h3>{table(['', *(name for name, _ in sets)], rows)}"
         + "</div><div>"
