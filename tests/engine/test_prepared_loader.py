@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import re
 from typing import Any
 
 import pytest
@@ -67,6 +68,35 @@ def test_the_last_batch_is_known_when_it_arrives(name):
     for _ in range(2):
         ends = [loader.end_of_epoch for _ in loader]
         assert ends == [False] * (len(ends) - 1) + [True]
+
+
+@pytest.mark.parametrize("name", ["shuffled", "iterable"])
+def test_nothing_is_drawn_or_skipped_before_the_first_batch(name):
+    """tqdm.auto calls `iter` when it is created, and again in the loop."""
+    torch.manual_seed(1)
+    expected = [values(batch) for batch in loaders()[name]()]
+    torch.manual_seed(1)
+    loader = Engine(device="cpu").prepare(loaders()[name]())
+    loader.start_at(1)
+    before = torch.get_rng_state()
+    unused = iter(loader)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert [values(batch) for batch in loader] == expected[1:]
+    unused.close()
+    assert loader.epoch == 1
+
+
+@pytest.mark.parametrize("name", ["plain", "no batching", "workers", "iterable"])
+def test_iterations_that_are_open_at_once_are_independent(name):
+    engine = Engine(device="cpu")
+    loader = engine.prepare(loaders()[name]())
+    first, second = zip(*((values(a), values(b)) for a, b in zip(loader, loader, strict=True)), strict=True)
+    assert sorted(re.findall(r"\d", str(first))) == sorted(re.findall(r"\d", str(second))) == list("0123456")
+    abandoned = iter(loader)
+    next(abandoned)
+    assert len(list(loader)) == len(first)
+    assert len(list(abandoned)) == len(first) - 1
+    assert engine.gradient_state.active_dataloader is None
 
 
 def test_remaining_batches_are_counted():
@@ -153,9 +183,15 @@ def test_what_is_there_already_is_not_copied():
 
 @pytest.mark.parametrize(
     ("settings", "expected"),
-    [({}, 10), ({"drop_last": True}, 8), ({"sampler": range(8)}, 8), ({"sampler": range(9)}, 9)],
+    [
+        ({}, 10),
+        ({"drop_last": True}, 8),
+        ({"sampler": range(8)}, 8),
+        ({"sampler": range(9)}, 9),
+        ({"dataset": Numbers()}, 7),
+    ],
 )
 def test_values_repeated_for_a_batch_are_cut_to_the_rows_it_had(settings, expected):
     engine = Engine(device="cpu")
-    loader = engine.prepare(DataLoader(TensorDataset(torch.arange(10)), batch_size=4, **settings))
+    loader = engine.prepare(DataLoader(**{"dataset": TensorDataset(torch.arange(10)), "batch_size": 4, **settings}))
     assert sum(len(engine.gather_for_metrics(torch.zeros(()).repeat(4))) for _ in loader) == expected

@@ -499,12 +499,17 @@ def test_a_place_that_is_loaded_in_the_loop_holds_for_the_next(tmp_path):
         assert run.end == whole.end
 
 
-def test_two_loaders_side_by_side_draw_as_plain_ones_do():
+def test_loaders_side_by_side_draw_one_after_the_other():
+    """Each draws at its first batch, as plain loaders do behind generators, and not when `zip` calls `iter`."""
+
     def pairs(prepare):
         torch.manual_seed(1)
         loaders = [shuffled(Rows()), DataLoader(Rows(), batch_sampler=DrawnAtOnce()), streamed(Stream())]
-        if prepare:
-            loaders = Engine(device="cpu").prepare(*loaders)
+        loaders = (
+            Engine(device="cpu").prepare(*loaders)
+            if prepare
+            else [(batch for batches in [one] for batch in batches) for one in loaders]
+        )
         random.seed(1)
         return [[batch["row"].tolist() for batch in batches] for batches in zip(*loaders, strict=True)]
 

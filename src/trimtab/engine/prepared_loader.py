@@ -10,6 +10,7 @@ With several processes, all read the rows in the order that rank 0 draws, and ea
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -21,7 +22,7 @@ from trimtab.engine.accelerate_sharding import AccelerateSharding
 from trimtab.engine.index_batches import NOTHING, UNREAD, IndexSource
 from trimtab.engine.loader_random_state import LoaderRandomState, set_epoch
 from trimtab.engine.placement import Placement
-from trimtab.engine.sharding import MISSING, NoSharding, Shard, Sharding, SplitRows
+from trimtab.engine.sharding import MISSING, NoSharding, Shard, Sharding, SplitRows, count_rows
 from trimtab.errors import CheckpointError
 from trimtab.log import log_info_once, say
 from trimtab.randomness import RandomState, host_random_state, preserve_host_random_state, restore_random_state
@@ -192,11 +193,9 @@ class PreparedLoader:
     # ------------------------------------------------------------------ iteration
 
     def __iter__(self) -> Iterator[Any]:
-        # not a generator: a DataLoader draws random numbers as soon as `iter` is called, which matters for `zip` of two
-        # loaders
-        return self._deliver(self._begin_epoch())
-
-    def _deliver(self, batches: Iterator[Any]) -> Iterator[Any]:
+        # a generator: nothing is drawn, read or skipped before the first `next`, because progress bars such as
+        # tqdm.auto's call `iter` twice and use one of the two
+        batches = self._begin_epoch()
         iteration = self._iteration = object()
         self._active.enter(self)
         completed = False
@@ -204,7 +203,7 @@ class PreparedLoader:
             if self._indices is not None:
                 yield from self._deliver_indexed(batches)
             else:
-                yield from self._deliver_read_ahead(batches)
+                yield from self._deliver_read_ahead(batches, iteration)
             completed = True
         finally:
             self._active.leave(self)
@@ -223,25 +222,32 @@ class PreparedLoader:
     def _deliver_indexed(self, batches: Iterator[Any]) -> Iterator[Any]:
         assert self._indices is not None
         indices = self._indices.iterator
-        assert indices is not None
         for loaded in batches:
+            if self._source.persistent_workers:  # iterations that are open at once share the latest one's batches
+                indices = self._indices.iterator
+            assert indices is not None
             self.shard = indices.issued.popleft()
             if self._divides_loaded and self._world.num_processes > 1:
                 self.shard = self._sharding.share_loaded([loaded], [loaded])
                 loaded = self.shard.content
-            self.num_delivered += 1
-            self.end_of_epoch = indices.exhausted and self.num_delivered == indices.num_issued
+            if indices is self._indices.iterator:  # the position is that of the latest iteration
+                self.num_delivered = indices.num_issued - len(indices.issued)
+            self.end_of_epoch = indices.exhausted and not indices.issued
             self._tell_monitor()
             yield self._placement(loaded)
 
-    def _deliver_read_ahead(self, batches: Iterator[Any]) -> Iterator[Any]:
-        if self._ahead is UNREAD:
-            self._read_ahead(batches)
-        while self._ahead is not NOTHING:
-            shard: Shard = self._ahead
-            self._read_ahead(batches)
-            self.num_delivered += 1
-            self.end_of_epoch = self._ahead is NOTHING
+    def _deliver_read_ahead(self, batches: Iterator[Any], iteration: object) -> Iterator[Any]:
+        ahead = self._read_ahead(batches) if self._ahead is UNREAD else self._ahead
+        while ahead is not NOTHING:
+            shard: Shard = ahead
+            if self._iteration is iteration:
+                ahead = self._read_ahead(batches)
+                self.num_delivered += 1
+            else:  # a later iteration has started: the position is its own
+                ahead = self._read_share(batches)
+            self.end_of_epoch = ahead is NOTHING
+            if self.end_of_epoch and not any(shard.rows_of_all):  # only a last batch is short, as in Accelerate
+                shard = replace(shard, rows_of_all=(count_rows(shard.content) or 0,) * len(shard.rows_of_all))
             self.shard = shard
             self._tell_monitor()
             yield self._placement(shard.content)
@@ -250,8 +256,8 @@ class PreparedLoader:
         if self._world.num_processes > 1:
             self._world.monitor.did(f"batch {self.num_delivered} of epoch {self.epoch} of a loader")
 
-    def _read_ahead(self, batches: Iterator[Any]) -> None:
-        """Read a batch; first store the random state and the dataset's own position.
+    def _read_ahead(self, batches: Iterator[Any]) -> Any:
+        """Read this process's part of the next batch; first store the random state and the dataset's own position.
 
         A resumed run reads the batch again from there. The batch itself is not saved, because it may have any type, and
         the collator draws its random numbers again.
@@ -261,12 +267,16 @@ class PreparedLoader:
             self._last_read = {"epoch": self.epoch, "random": self._random.get()}
             if owner is not None:
                 self._last_read["source"] = copy.deepcopy(owner.state_dict())
-            group = self._read_group(batches)
-            self._ahead = self._sharding.share_loaded(group, self._first_group) if group else NOTHING
-            if self._ahead is not NOTHING and self._ahead.content is MISSING:
-                self._ahead = NOTHING
+            self._ahead = self._read_share(batches)
             if owner is not None and self._ahead is NOTHING:
                 self._last_read["source_at_end"] = copy.deepcopy(owner.state_dict())
+        return self._ahead
+
+    def _read_share(self, batches: Iterator[Any]) -> Any:
+        """Return this process's part of the next batch, or NOTHING."""
+        group = self._read_group(batches)
+        shard = self._sharding.share_loaded(group, self._first_group) if group else None
+        return NOTHING if shard is None or shard.content is MISSING else shard
 
     def _read_group(self, batches: Iterator[Any]) -> list[Any]:
         """Read one batch per delivered batch of each process, from data without indices."""
