@@ -53,7 +53,7 @@ def stories():
 def said(monkeypatch):
     """Every log line of data, also one that was logged before in this process."""
     lines: list[str] = []
-    for module in ("bad_rows", "delimited", "rows", "sources", "tokens", "tasks.chat", "tasks.causal_lm"):
+    for module in ("bad_rows", "delimited", "rows", "sources", "streams", "tokens", "tasks.chat", "tasks.causal_lm"):
         for name in ("say", "log_info_once"):
             monkeypatch.setattr(f"trimtab.data.{module}.{name}", lines.append, raising=False)
     return lines

@@ -3,6 +3,7 @@
 import contextlib
 import csv
 import gzip
+import itertools
 import json
 from pathlib import Path
 
@@ -13,10 +14,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from trimtab.build.data import build_data
+from trimtab.data import streams
 from trimtab.data.rows import RowLocations, concatenate
 from trimtab.data.sources import Rows, _slice_range, hold_out_rows, load_rows
+from trimtab.data.streams import StreamNeed
 from trimtab.data.tasks.build import build_task
 from trimtab.errors import DataError
+from trimtab.recipe.schema import Recipe
 
 RECORDS = [{"text": "good, really", "label": 1}, {"text": 'he said "no"\nand left', "label": 0}]
 COLUMNS = {"text": [record["text"] for record in RECORDS], "label": [1, 0]}
@@ -207,6 +212,46 @@ def test_bad_items_of_an_iterable():
     assert "the rows given, row 2: a str, expected a dict" in error_of([{"a": 1}, "b"])
     assert len(load_rows([{"a": 1}, "b"], on_bad_rows="skip")) == 1
     assert "no rows: all 1 are bad and were skipped" in error_of([3], on_bad_rows="skip")
+
+
+def endless(read, **columns):
+    """Rows without an end, each of which is appended to the list `read`."""
+    for number in itertools.count():
+        if isinstance(read, list):
+            read.append(number)
+        yield {"text": f"row {number}", **{name: values[number % len(values)] for name, values in columns.items()}}
+
+
+def built(source, **settings):
+    return build_data(Recipe(model="none", data={"train": source} | settings.pop("data", {}), **settings))
+
+
+def test_a_stream_is_read_as_far_as_the_steps_need(said):
+    read = []
+    labels = {"label": ("good", "bad")}
+    dataset = datasets.IterableDataset.from_generator(endless, gen_kwargs={"read": (), **labels})
+    built_rows = built(dataset, train={"max_steps": 3, "batch_size": 6})
+    assert (len(built_rows.train), len(built_rows.eval)) == (18, 2)
+    assert "the rows of the dataset given have no length: the first 20 are read, enough for train.max_steps: 3" in said
+    held_out = {"data": {"eval": [{"text": "a", "label": "good"}]}}
+    assert len(built(endless(read, **labels), train={"max_steps": 3, "batch_size": 6}, **held_out).train) == 18
+    assert len(read) == 18, "not one more"
+    read.clear()
+    rows = built(endless(read), train={"max_steps": 1, "batch_size": 2}, data={"max_length": 4, "eval_share": 0}).train
+    assert sum(map(len, rows.columns["text"])) >= 2 * 4 * 8, "texts are concatenated"
+    assert len(rows) == len(read) < 20
+    assert len(load_rows(iter(RECORDS), need=StreamNeed(5))) == 2
+
+
+def test_a_stream_without_an_end_is_refused(said, monkeypatch):
+    monkeypatch.setattr(streams, "_MAX_BYTES", 40_000)
+    monkeypatch.setattr(streams, "_REPORTED_BYTES", 20_000)
+    for source in (endless([]), (row["text"] for row in endless([])), ([row] for row in endless([]))):
+        assert "have no length, and no end in sight: " in error_of(source)
+    assert sum("are in memory, and reading goes on" in line for line in said) == 3
+    with pytest.raises(DataError, match="with train.max_steps, only the rows that these steps need"):
+        built(endless([], label=["good", "bad"]))
+    assert len(load_rows([{"text": "a" * 50_000}])) == 1, "a list has a length"
 
 
 @pytest.mark.parametrize(

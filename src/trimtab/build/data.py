@@ -1,11 +1,14 @@
 """Build the rows, task and tokens of a recipe."""
 
+import math
 from pathlib import Path
 from typing import Any
 
+from trimtab.build.batches import fast_steps
 from trimtab.build.parts import Data, Loaded, Tokens
 from trimtab.data.notices import data_notices
 from trimtab.data.sources import Rows, hold_out_rows, load_rows
+from trimtab.data.streams import StreamNeed
 from trimtab.data.tasks.build import build_task
 from trimtab.data.tasks.columns import column_list, strings_in
 from trimtab.data.tasks.decoder_start import generation_start
@@ -16,13 +19,15 @@ from trimtab.model.load import max_positions
 from trimtab.recipe.schema import Recipe
 from trimtab.techniques.adapter import num_virtual_tokens
 
+_USUAL_LENGTH = 1024  # of the rows made from texts, if data.max_length is not set
+_CHARACTERS_PER_TOKEN = 8  # more than any tokenizer has on average: rather too much text than too little
 _SHORTEST = 2  # minimum number of tokens of a row, of which the first is not a label
 
 
 def build_data(recipe: Recipe) -> Data:
     """Load the rows, detect the task, and split off rows for evaluation."""
     settings = recipe.data
-    train = load_rows(settings.train, on_bad_rows=settings.on_bad_rows)
+    train = load_rows(settings.train, on_bad_rows=settings.on_bad_rows, need=_stream_need(recipe))
     held_out = None if settings.eval is None else load_rows(settings.eval, on_bad_rows=settings.on_bad_rows)
     task = build_task(
         recipe.task,
@@ -52,6 +57,21 @@ def build_data(recipe: Recipe) -> Data:
     for line in notices:
         say(line)
     return Data(task, train, held_out, notices)
+
+
+def _stream_need(recipe: Recipe) -> StreamNeed | None:
+    """How many rows of a training set without a length are read; None if the recipe does not say it."""
+    train, data = recipe.train, recipe.data
+    num_steps = fast_steps(recipe) if recipe.limits.fast_dev_run else train.max_steps
+    if num_steps is None:
+        return None
+    num_rows = num_steps * train.batch_size
+    num_characters = 0
+    if recipe.task in (None, "causal-lm"):
+        num_characters = num_rows * (data.max_length or _USUAL_LENGTH) * _CHARACTERS_PER_TOKEN
+    kept = 1 if data.eval is not None else 1 - data.eval_share
+    reason = "limits.fast_dev_run" if recipe.limits.fast_dev_run else f"train.max_steps: {num_steps}"
+    return StreamNeed(math.ceil(num_rows / kept), math.ceil(num_characters / kept), reason)
 
 
 def build_tokens(recipe: Recipe, data: Data, loaded: Loaded) -> Tokens:

@@ -14,6 +14,7 @@ from trimtab.data.bad_rows import BadRows
 from trimtab.data.delimited import convert_numbers
 from trimtab.data.files import file_format, from_objects, read_file, require_format
 from trimtab.data.rows import RowLocations, Rows, concatenate, hold_out_rows
+from trimtab.data.streams import StreamNeed, read_stream
 from trimtab.errors import DataError
 from trimtab.log import say
 
@@ -25,7 +26,7 @@ _SPLIT_WORDS = {"train": "train", "training": "train", "valid": "eval", "validat
 _SPLIT_WORDS |= {"val": "eval", "eval": "eval", "test": "test", "testing": "test"}
 
 
-def load_rows(source: Any, *, on_bad_rows: str = "stop") -> Rows:
+def load_rows(source: Any, *, on_bad_rows: str = "stop", need: StreamNeed | None = None) -> Rows:
     """Load rows from any source.
 
     Args:
@@ -34,9 +35,11 @@ def load_rows(source: Any, *, on_bad_rows: str = "stop") -> Rows:
             "imdb:train[10%:]"); or a `datasets.Dataset`, a mapping of columns, a data frame, an iterable of dicts, a
             list of texts.
         on_bad_rows: "stop" raises at a row that cannot be read; "skip" drops such rows and logs how many.
+        need: How much to read of a source without a length, such as a generator or an `IterableDataset`.
 
     Raises:
-        DataError: If there are no rows, or a row cannot be read; the message has its location and how to fix it.
+        DataError: If there are no rows, there is no end of them, or a row cannot be read; the message has its location
+            and how to fix it.
     """
     bad = BadRows(on_bad_rows)
     if isinstance(source, Rows):
@@ -46,7 +49,7 @@ def load_rows(source: Any, *, on_bad_rows: str = "stop") -> Rows:
     elif _are_files(source):
         rows = _load_files([Path(path) for path in source], f"{len(source)} files", bad)
     else:
-        rows = _convert_objects(source, bad)
+        rows = _convert_objects(source, bad, need)
     bad.report(rows.origin)
     if not len(rows):
         detail = f": all {bad.num_skipped} are bad and were skipped" if bad.num_skipped else ""
@@ -253,13 +256,13 @@ def _are_files(source: Any) -> bool:
     return False
 
 
-def _convert_objects(source: Any, bad: BadRows) -> Rows:
+def _convert_objects(source: Any, bad: BadRows, need: StreamNeed | None) -> Rows:
     """Convert Python objects to rows."""
     if hub.is_dataset(source):
         dataset = hub.pick_split(source, None, "the dataset given")
         if hasattr(dataset, "select"):
             return hub.rows_of_dataset(dataset, "the dataset given")
-        rows = from_objects(dataset, "the dataset given", bad, "")
+        rows = from_objects(read_stream(dataset, need, "the rows of the dataset given"), "the dataset given", bad, "")
         return Rows(rows.columns, rows.origin, hub.label_names(dataset.features), rows.locations)
     if hasattr(source, "to_dict") and hasattr(source, "notna"):  # a pandas data frame, in which NaN means missing
         frame = source.astype(object).where(source.notna(), None)
@@ -274,6 +277,8 @@ def _convert_objects(source: Any, bad: BadRows) -> Rows:
             f"cannot load rows from a {type(source).__name__}",
             "use a file, a folder, a Hub name, a datasets.Dataset, or an iterable of dicts",
         )
+    if not hasattr(source, "__len__"):
+        items = read_stream(items, need, "the rows given")
     items = [dict(item) if isinstance(item, Mapping) else item for item in items]
     if items and all(isinstance(item, str) for item in items):
         return Rows({"text": items}, "the texts given")
