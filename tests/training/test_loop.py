@@ -496,9 +496,19 @@ def test_an_unknown_metric_is_refused(train):
         train(metrics={"length": scripted([])}, evaluate={"metric": "lenght"})
 
 
-def test_a_metric_that_returns_no_numbers_is_refused(train):
-    with pytest.raises(RecipeError, match="metrics: level returned str, expected one number per row"):
-        train(metrics={"level": lambda logits, batch: "high"})
+@pytest.mark.parametrize(
+    ("value", "found"),
+    [
+        (lambda logits, batch: "high", "str, expected one number per row"),
+        (lambda logits, batch: logits.mean(), r"1 value for \d+ rows"),
+        (lambda logits, batch: [1, 2, 3], r"3 values for \d+ rows"),
+    ],
+)
+def test_a_metric_without_one_number_per_row_is_refused(train, value, found):
+    """A mean of each batch would be averaged wrongly: batches have different sizes."""
+    with pytest.raises(RecipeError, match=f"metrics: level returned {found}") as caught:
+        train(metrics={"level": value})
+    assert caught.value.cure.startswith("return one value per row")
 
 
 def test_held_out_loss_is_not_smoothed(train):

@@ -22,6 +22,8 @@ from trimtab.training.row_outcomes import RowOutcomes
 
 OwnMetric = Callable[[torch.Tensor, Mapping[str, torch.Tensor]], torch.Tensor]
 
+_METRIC_CURE = "return one value per row, such as (logits.argmax(-1) == batch['labels']).float(); their mean is reported"
+
 
 class Evaluator:
     """Evaluates a model on one loader.
@@ -163,7 +165,7 @@ class _Sums:
         self.metrics.update(step.logits, batch, step.item_loss_sum(), step.weight, step.hits)
         self.rows.add(step.logits, batch.get("labels"))
         for name, function in self._functions.items():
-            self.own[name].append(_sum_and_count(name, function(step.logits, batch)))
+            self.own[name].append(_sum_and_count(name, function(step.logits, batch), count_rows(batch)))
 
 
 def _no_logits(own: Mapping[str, OwnMetric]) -> LossError:
@@ -173,12 +175,20 @@ def _no_logits(own: Mapping[str, OwnMetric]) -> LossError:
     )
 
 
-def _sum_and_count(name: str, values: Any) -> torch.Tensor:
+def _sum_and_count(name: str, values: Any, num_rows: int) -> torch.Tensor:
+    """Return the sum of the values of a batch, and their number.
+
+    Raises:
+        RecipeError: There is not one number per row: a mean of means over batches of different sizes would be wrong.
+    """
     try:
         values = torch.as_tensor(values).detach().float().reshape(-1)
     except (TypeError, ValueError, RuntimeError) as error:
         found = f"metrics: {name} returned {type(values).__name__}, expected one number per row"
-        raise RecipeError(found, "return a tensor or a list of numbers") from error
+        raise RecipeError(found, _METRIC_CURE) from error
+    if len(values) != num_rows:
+        found = "1 value" if len(values) == 1 else f"{len(values)} values"
+        raise RecipeError(f"metrics: {name} returned {found} for {num_rows} rows", _METRIC_CURE)
     return torch.stack([values.sum(), torch.full_like(values[:1], len(values)).sum()])
 
 
