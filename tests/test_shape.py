@@ -11,7 +11,7 @@ import trimtab
 
 SOURCE = Path(trimtab.__file__).parent
 LAYERS = [
-    ["addresses", "errors", "log", "units"],
+    ["addresses", "checksums", "errors", "log", "units"],
     ["garbage_collection", "randomness"],
     ["hardware"],
     ["recipe"],

@@ -7,7 +7,8 @@ import safetensors.torch
 import torch
 
 from trimtab.checkpoint import tensor_file
-from trimtab.checkpoint.tensor_file import ChecksummedFile, LiveTensor, Staging, checksum_of, write_tensors
+from trimtab.checkpoint.tensor_file import ChecksummedFile, LiveTensor, Staging, write_tensors
+from trimtab.checksums import checksum_of
 
 DTYPES = sorted(tensor_file._NAMES, key=str)
 

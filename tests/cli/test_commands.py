@@ -24,7 +24,9 @@ from trimtab.__main__ import main as run_script
 from trimtab.build.resume_rules import flat
 from trimtab.cli.main import app
 from trimtab.cli.output import show_table
+from trimtab.errors import ModelError
 from trimtab.hardware.extras import install_line
+from trimtab.inference.load import load
 from trimtab.recipe.schema import Recipe
 from trimtab.recipe.schema_keys import choices_of, keys_of
 from trimtab.report.compare import Comparison
@@ -697,3 +699,51 @@ def test_the_model_of_a_run_is_the_one_that_predicts(trimtab, trained):
     wrong = trimtab("predict", "reviews.csv", "--text", "x")
     assert wrong.code == 2
     assert "is a file, not a model" in wrong.err
+
+
+# ---------------------------------------------------------------------- damaged weights
+
+
+def zero_some_bytes(path, num_bytes=2000):
+    content = bytearray(path.read_bytes())
+    middle = len(content) // 2
+    content[middle : middle + num_bytes] = bytes(num_bytes)
+    path.write_bytes(content)
+
+
+def test_damaged_weights_of_a_run_are_refused_by_every_command(trimtab, trained, bert, own_folder, monkeypatch):
+    """They would answer, and be certified as exported, without a word."""
+    assert trimtab("predict", trained, "--text", "x").code == 0
+    with monkeypatch.context() as patch:
+        patch.setattr("trimtab.model.best_weights.checksum_of", None)
+        assert trimtab("predict", trained, "--text", "x").code == 0, "an unchanged file is read once"
+    zero_some_bytes(Path(trained, "best/model.safetensors"))
+    distilled = {"model": bert, "data": {"train": "reviews.csv"}, "distill": {"teacher": trained}}
+    Path("distill.yaml").write_text(yaml.safe_dump(distilled | {"train": {"max_steps": 1}}))
+    before = {path.name for path in own_folder.iterdir()}
+    for command in (
+        ("predict", trained, "--text", "x"),
+        ("predict", f"{trained}/best", "--text", "x"),
+        ("predict", trained, "reviews.csv", "--out", "predicted.csv"),
+        ("evaluate", trained, "reviews.csv"),
+        ("evaluate", bert, "reviews.csv", "--against", trained),
+        ("export", trained, "new", "--to", "merged"),
+        ("export", trained, "new", "--to", "onnx"),
+        ("merge", trained, "new"),
+        ("quantize", trained, "new"),
+        ("cluster", trained, "new"),
+        ("shrink", trained, "new"),
+        ("distill", "distill.yaml", "--out", "new"),
+        ("train", "--model", trained, "--data", "reviews.csv", "--max-steps", 1, "--out", "new"),
+    ):
+        done = trimtab(*command)
+        assert done.code == 2, command
+        assert "trained/best/model.safetensors is damaged" in done.err, command
+        assert {path.name for path in own_folder.iterdir()} == before, command
+    assert "trimtab resume trained" in done.err
+    with pytest.raises(ModelError, match="is damaged"):
+        load(trained)
+    Path(trained, "best/model.safetensors").unlink()
+    assert "model.safetensors is missing" in trimtab("predict", trained, "--text", "x").err
+    assert trimtab("resume", trained).code == 0
+    assert trimtab("predict", trained, "--text", "x").code == 0

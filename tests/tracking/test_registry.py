@@ -163,7 +163,7 @@ def test_a_store_on_this_machine_is_used_in_place(models, best, tmp_path):
     assert folder == models.files(address) / "model"
     assert local_source("best:imdb") == str(folder)
     assert local_source("bert-base-uncased") == "bert-base-uncased"
-    assert not (tmp_path / "cache").exists()
+    assert not (tmp_path / "cache" / "models").exists()
 
 
 def test_files_elsewhere_come_into_the_cache_once(models, best, tmp_path, monkeypatch):
@@ -191,6 +191,23 @@ def test_pull(models, best, tmp_path):
     with pytest.raises(RecipeError, match="no experiment"):
         pull_model("nothing", tmp_path / "nothing")
     assert not (tmp_path / "nothing").exists()
+
+
+def test_damaged_weights_on_the_server_are_refused(models, best, tmp_path, monkeypatch):
+    address = models.log(models.run("imdb", "first"), best)
+    weights = models.files(address) / "model" / "model.safetensors"
+    content = weights.read_bytes()
+    weights.write_bytes(content[:-100] + bytes(100))
+    found = find_model("best:imdb")
+    with pytest.raises(ModelError, match="are damaged"):
+        pull_model("imdb", tmp_path / "pulled")
+    with pytest.raises(ModelError, match="are damaged"):
+        fetch_model(found)
+    monkeypatch.setattr(registry, "_local_folder", lambda _: None)
+    with pytest.raises(ModelError, match="are damaged"):
+        fetch_model(found)
+    assert not (tmp_path / "pulled").exists()
+    assert not list((tmp_path / "cache" / "models").glob("*"))
 
 
 def test_an_adapter_comes_back_with_its_base_named(models, tiny, tmp_path):

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 from mlflow_servers import free_port, rows_in, rows_on, run_id_of, runs_on, tracking_of
+from tracked_models import CLASSIFIER, exported, loud
 
-from trimtab.runs.run_folder import RunFolder
+from trimtab.runs.run_folder import RunFolder, read_status
 from trimtab.tracking.mlflow import ui as page
 
 pytestmark = [
@@ -91,6 +92,19 @@ def test_the_local_store(trimtab_command, empty_store, tracked):
     (found,) = runs_on(Path("runs/mlflow.db"))
     assert rows_on(Path("runs/mlflow.db"), found["id"]) == rows_in(run)
     assert Path("runs/mlartifacts", found["id"], "artifacts/recipe.yaml").is_file()
+
+
+@pytest.mark.slow
+def test_a_damaged_best_model_does_not_reach_the_server(trimtab_command, empty_store, tracked, tiny):
+    shutil.copy(empty_store, Path("runs").mkdir() or Path("runs/mlflow.db"))
+    run = make_run(Path("runs/mine/001"), 3, track="local").path
+    best = exported(run / "best", loud(tiny), CLASSIFIER, "classify", metrics={"accuracy": 0.7})
+    noted = {"step": json.loads((best / "trimtab.json").read_text()).get("step"), "files": {"model.safetensors": ""}}
+    (run / "run.json").write_text(json.dumps(read_status(run) | {"best_files": noted}))
+    code, _, err = trimtab_command("track", "sync", run)
+    assert code == 1
+    assert "best/model.safetensors is damaged" in err
+    assert "trimtab resume runs/mine/001" in err
 
 
 @pytest.mark.slow

@@ -10,7 +10,9 @@ import torch
 from tiny_runs import reproducible_lines, reviews, write_csv
 from trimtab import Recipe, fit, resume
 from trimtab.errors import Stopped, TrimtabError
+from trimtab.inference.load import load
 from trimtab.recipe.schema import ModelSettings
+from trimtab.runs.run_folder import read_status
 from trimtab.training.loop import Trainer
 
 
@@ -118,6 +120,26 @@ def test_another_way_from_an_earlier_state_seeks_its_own_best(recipe):
     kept = [path.name for path in Path("run").glob("best*")]
     assert "best" in kept
     assert any(name.startswith("best-step-") for name in kept)
+
+
+def test_a_best_model_of_the_same_step_and_other_weights_is_not_damaged(recipe):
+    """After a kill between a best model and the next save, the resumed run writes the best of that step again."""
+
+    class Dies:
+        def on_step(self, state):
+            if state.step == 8:
+                raise RuntimeError
+
+    settings = {"evaluate": {"every": "7 steps", "metric": "loss"}}
+    with pytest.raises(RuntimeError):
+        fit(recipe(**settings, checkpoint={"every": "5 steps"}), callbacks=[Dies()], progress="quiet")
+    first, best = read_status(Path("run"))["best_files"], Path("run/best/model.safetensors").read_bytes()
+    with pytest.raises(RuntimeError):
+        resume("run", sets=["train.lr=2e-3"], callbacks=[Dies()], progress="quiet", device="cpu")
+    second = read_status(Path("run"))["best_files"]
+    assert first["step"] == second["step"] == 7
+    assert Path("run/best/model.safetensors").read_bytes() != best
+    assert load("run").device.type == "cpu"
 
 
 def test_momentum_of_a_part_that_begins_to_train_later(recipe):

@@ -48,6 +48,7 @@ class BestModelWriter:
 
     def write_best_model(self, step: int, metrics: dict[str, float]) -> str | None:
         """Write the model to a temporary folder, then replace the previous best."""
+        self._folder.update(best_files=None)  # a resumed run writes the same step again, perhaps with other last bits
         value = metrics.get(self._best.metric)
         self._facts = {
             "metric_name": self._best.metric,

@@ -17,7 +17,7 @@ import torch
 from trimtab import __version__
 from trimtab.checkpoint.folder import atomic_folder
 from trimtab.checkpoint.model_card import CARD, CardSubject, model_card
-from trimtab.checkpoint.tensor_file import checksum_of
+from trimtab.checksums import checksum_of
 from trimtab.errors import CheckpointError
 from trimtab.log import say
 from trimtab.model.adapters import Adapter, adapter_of

@@ -23,10 +23,9 @@ from trimtab.checkpoint.tensor_file import (
     ChecksummedFile,
     LiveTensor,
     Staging,
-    checksum_of,
-    checksum_text,
     write_tensors,
 )
+from trimtab.checksums import checksum_of, checksum_text
 from trimtab.errors import CheckpointError
 
 MANIFEST = "trimtab.json"

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import torch
 
+from trimtab.checksums import checksum_text
+
 PIECE_BYTES = 4 * 2**20
 _BLOCK_BYTES = 16 * 2**20
 _SMALL_BYTES = 2**18  # below this a thread costs more than it saves
@@ -186,20 +188,6 @@ class ChecksummedFile:
     def checksum(self) -> str:
         """The checksum of the bytes written so far."""
         return checksum_text(self._crc)
-
-
-def checksum_text(crc: int) -> str:
-    """Format a checksum with the name of its algorithm, which allows others to be added later."""
-    return f"crc32:{crc:08x}"
-
-
-def checksum_of(path: Path) -> str:
-    """Compute the checksum of an existing file."""
-    crc, buffer = 0, memoryview(bytearray(4 * 2**20))
-    with path.open("rb", buffering=0) as file:
-        while count := file.readinto(buffer):
-            crc = zlib.crc32(buffer[:count], crc)
-    return checksum_text(crc)
 
 
 def write_tensors(file: ChecksummedFile, tensors: Mapping[str, LiveTensor | CopiedTensor]) -> None:

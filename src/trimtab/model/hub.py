@@ -12,6 +12,7 @@ from typing import Any
 
 from trimtab.errors import MissingDependency, ModelError, UserError, as_argument
 from trimtab.hardware.extras import require_extra
+from trimtab.model.best_weights import check_best_weights
 
 _ON_A_SERVER = ("models:/", "best:")
 PEFT_CONFIG = "adapter_config.json"
@@ -34,7 +35,7 @@ class Source:
 
 
 def resolve_source(text: str, *, adapters: bool = False) -> str:
-    """Resolve a model given by the user.
+    """Resolve a model given by the user, whose weights will be read.
 
     Args:
         text: A run folder, a model folder, a `.gguf` file, or a Hub name.
@@ -44,8 +45,14 @@ def resolve_source(text: str, *, adapters: bool = False) -> str:
         The folder of the model (of the best model for a run), the `.gguf` file, or the Hub name unchanged.
 
     Raises:
-        ModelError: The path does not lead to a model.
+        ModelError: The path does not lead to a model, or to a damaged best model of a run.
     """
+    found = _find_source(text, adapters)
+    check_best_weights(Path(found))
+    return found
+
+
+def _find_source(text: str, adapters: bool) -> str:
     if text.startswith(_ON_A_SERVER):  # recipes, trimtab.load and the command line have already downloaded these
         raise ModelError(f"{text!r} is on a tracking server", f"download it: trimtab pull {text} DIR")
     if not text.strip():
@@ -118,8 +125,8 @@ def _model_folder(folder: Path, adapters: bool) -> Path:
 
 
 def as_source(text: str, *, adapters: bool = False) -> Source:
-    """Resolve a model given by the user, as `resolve_source`, to the arguments of transformers."""
-    found = resolve_source(text, adapters=adapters)
+    """Resolve a model given by the user to the arguments of transformers; its weights are not checked."""
+    found = _find_source(text, adapters)
     if found.endswith(".gguf"):
         require_extra("gguf", "reading a .gguf file")
         return Source(str(Path(found).parent), Path(found).name)

@@ -180,7 +180,7 @@ def _pretrained(
     source: str, auto_class: Any, kind: str, head: Mapping[str, Any], trust_remote_code: bool, options: LoadOptions
 ) -> tuple[Any, list[str]]:
     """Load a model from files; also return remarks for the log."""
-    place = as_source(source)
+    place = as_source(resolve_source(source))
     config = read_config(source, place, trust_remote_code)
     is_quantized = place.gguf_file is None and is_quantized_config(config)
     if is_quantized and not options.as_stored:

@@ -18,6 +18,7 @@ from typing import Any
 from trimtab.checkpoint.disk_errors import cure_for_os_error
 from trimtab.checkpoint.folder import clear_leftovers, sync_path
 from trimtab.checkpoint.process_identity import is_running
+from trimtab.checksums import checksum_text
 from trimtab.errors import CheckpointError, RecipeError, as_argument
 from trimtab.log import log_info_once, say
 from trimtab.runs.journal import JOURNAL, Journal, first_line_end
@@ -364,7 +365,7 @@ def is_recipe_unchanged(path: Path) -> bool | None:
 
 
 def _checksum(content: bytes) -> str:
-    return f"crc32:{zlib.crc32(content):08x}"
+    return checksum_text(zlib.crc32(content))
 
 
 def is_own_loop(status: dict[str, Any]) -> bool:

@@ -3,6 +3,7 @@
 The alias `best` of a registered model moves only to a version that is better by the same metric.
 """
 
+import hashlib
 import json
 import math
 import tempfile
@@ -11,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trimtab.checkpoint.export import read_facts
+from trimtab.checkpoint.export import read_facts, weight_checksums
 from trimtab.errors import UserError
 from trimtab.log import quiet_package, say
 from trimtab.model.hub import is_adapter
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 ALIAS = "best"
 METRIC, VALUE, HIGHER_IS_BETTER = "trimtab.metric", "trimtab.value", "trimtab.higher_is_better"
 METRICS, STEP, NOTE = "trimtab.metrics", "trimtab.step", "trimtab.note"
+WEIGHTS = "trimtab.weights"  # digest of the checksums of the files of weights
 MODEL_ID = "trimtab.model_id"
 NOT_FOUND = ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE")  # error codes for an unknown alias or version
 _FINGERPRINT = "trimtab.fingerprint"
@@ -78,7 +80,7 @@ def log_best_model(
                 experiment_id=run.info.experiment_id,
                 name="model",
                 source_run_id=run_id,
-                tags={**tags, **step_tags, _FINGERPRINT: mark},
+                tags={**tags, **step_tags, _FINGERPRINT: mark, WEIGHTS: digest(weight_checksums(folder))},
                 model_type=str(facts.get("task", "")) or None,
             )
         if str(model.status) != "READY":
@@ -86,6 +88,11 @@ def log_best_model(
         if register is not None:
             tell(_register(client, register, model, run_id, tags))
     return f"models:/{model.model_id}"
+
+
+def digest(checksums: Mapping[str, str]) -> str:
+    """Combine the checksums of the files of a model into one that fits into a tag."""
+    return f"sha256:{hashlib.sha256(json.dumps(checksums, sort_keys=True).encode()).hexdigest()}"
 
 
 def _find_logged(client: "MlflowClient", run: Any, mark: str) -> Any:

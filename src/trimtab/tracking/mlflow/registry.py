@@ -16,11 +16,13 @@ from urllib.parse import urlparse
 from urllib.request import url2pathname
 
 from trimtab.addresses import redact
+from trimtab.checkpoint.export import weight_checksums
 from trimtab.checkpoint.folder import atomic_folder
 from trimtab.errors import ModelError, RecipeError
 from trimtab.log import quiet_package, say
+from trimtab.model.best_weights import cached_checksum
 from trimtab.model.hub import is_adapter
-from trimtab.tracking.mlflow.best_model import ALIAS, NOT_FOUND, model_id_of
+from trimtab.tracking.mlflow.best_model import ALIAS, NOT_FOUND, WEIGHTS, digest, model_id_of
 from trimtab.tracking.mlflow.model_folder import MODEL
 from trimtab.tracking.mlflow.ranking import Ranking, all_pages, rank_experiment, suggest_names
 from trimtab.tracking.mlflow.server import describe_failure, mlflow_environment
@@ -105,10 +107,13 @@ def fetch_model(found: TrackedModel) -> Path:
         root = _artifacts_of(client, found.exact)
         local = _local_folder(root)
         if local is not None and _has_model(local / MODEL) and _has_tokenizer(local):
+            files = sorted((local / MODEL).glob("*.safetensors"))
+            _check_weights(client, found.exact, {path.name: cached_checksum(path) for path in files})
             return local / MODEL
         say(f"{found.asked}: {found.words} is downloaded to {cached}")
         with atomic_folder(cached, marker=None, what="model") as temporary:
             _download(root, temporary, address)
+            _check_weights(client, found.exact, weight_checksums(temporary))
     return cached
 
 
@@ -130,6 +135,7 @@ def pull_model(text: str, folder: Path, *, metric: str | None = None, uri: str |
     found = find_model(text, uri)
     with _server(found.uri) as (client, address), atomic_folder(folder, marker=None, what="model") as temporary:
         _download(_artifacts_of(client, found.exact), temporary, address)
+        _check_weights(client, found.exact, weight_checksums(temporary))
     return found
 
 
@@ -234,6 +240,17 @@ def _artifacts_of(client: "MlflowClient", exact: str) -> str:
         return str(client.get_logged_model(rest).artifact_location)
     name, _, number = rest.rpartition("/")
     return str(client.get_model_version_download_uri(name, number))
+
+
+def _check_weights(client: "MlflowClient", exact: str, checksums: Mapping[str, str]) -> None:
+    """Refuse weights that are not those that were logged."""
+    model_id = exact.removeprefix(MODELS)
+    expected = client.get_logged_model(model_id).tags.get(WEIGHTS) if _ID.fullmatch(model_id) else None
+    if expected is not None and digest(checksums) != expected:
+        raise ModelError(
+            f"the weights of {exact} on the tracking server are damaged: they are not those that were logged",
+            "log the model again: delete it in `trimtab ui`, then trimtab track sync RUN",
+        )
 
 
 def _local_folder(uri: str) -> Path | None:

@@ -235,7 +235,7 @@ def describe_failure(error: Exception, uri: str) -> UploadFailure:
     server = redact(uri)
     code = str(getattr(error, "error_code", ""))
     text = redact(" ".join(str(error).split()))
-    if isinstance(error, ExperimentDeleted):
+    if isinstance(error, UserError):
         return UploadFailure(error.problem, error.cure)
     if code in _DENIED:
         if "PERMISSION" in code:

@@ -211,7 +211,10 @@ class RunUpload:
         return rows
 
     def _log_model(self, server: MlflowServer, run_id: str, folder: Path) -> None:
+        from trimtab.model.hub import resolve_source
         from trimtab.tracking.mlflow.best_model import log_best_model  # imports torch
+
+        resolve_source(str(folder), adapters=True)  # damaged weights must not reach the server
 
         about = self._tracking.about
         card = json.loads((folder / _CARD).read_text())
