@@ -198,17 +198,36 @@ def models_language(library: ModuleType, accelerator: Any, folder: Path) -> dict
 
 
 def models_masked_words(library: ModuleType, accelerator: Any, folder: Path) -> dict[str, Any]:
-    """As scripts for masked language models do it: the collator draws what is hidden."""
-    sizes = {**SIZES, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    model = BertForMaskedLM(BertConfig(vocab_size=NUM_WORDS, max_position_embeddings=16, **sizes))
+    """As scripts for masked language models do it: the collator draws what is hidden, between the draws of dropout."""
+    return masked_words(library, accelerator)
+
+
+def resumes_masked_words(library: ModuleType, accelerator: Any, folder: Path) -> dict[str, Any]:
+    """The same with other random numbers on each process, and once more from the middle of the first epoch."""
+    importlib.import_module(f"{folder.name}.utils").set_seed(5, device_specific=True)
+    plain = masked_words(library, accelerator, save_to=folder / "middle")
+    if folder.name != "accelerate":  # where other batches follow
+        accelerator.free_memory()
+        resumed = masked_words(library, accelerator, resume_from=folder / "middle")
+        assert resumed["losses"] == plain["losses"][-len(resumed["losses"]) :]
+        assert all(torch.equal(resumed["weights"][name], value) for name, value in plain["weights"].items())
+    return plain
+
+
+def masked_words(
+    library: ModuleType, accelerator: Any, save_to: Path | None = None, resume_from: Path | None = None
+) -> dict[str, Any]:
+    model = BertForMaskedLM(BertConfig(vocab_size=NUM_WORDS, max_position_embeddings=16, **SIZES))
     train = DataLoader(sentences(20), shuffle=True, collate_fn=masked, batch_size=3)
     optimizer = optimizer_of(model)
     num_steps = 2 * math.ceil(len(train) / accelerator.num_processes) * accelerator.num_processes
     schedule = get_scheduler("linear", optimizer, 2 * accelerator.num_processes, num_steps)
     model, optimizer, train, schedule = accelerator.prepare(model, optimizer, train, schedule)
+    if resume_from is not None:
+        accelerator.load_state(resume_from)
     lrs, losses = [], []
-    for _ in range(2):
-        for batch in train:
+    for epoch in range(2):
+        for step, batch in enumerate(train):
             loss = model(**batch).loss
             accelerator.backward(loss)
             optimizer.step()
@@ -216,6 +235,8 @@ def models_masked_words(library: ModuleType, accelerator: Any, folder: Path) -> 
             optimizer.zero_grad()
             lrs.append(optimizer.param_groups[0]["lr"])
             losses += accelerator.gather(loss.detach()).reshape(-1).tolist()
+            if save_to is not None and (epoch, step) == (0, 1):
+                accelerator.save_state(save_to)
     return {"weights": weights_of(accelerator, model), "lrs": lrs, "losses": losses}
 
 
@@ -273,6 +294,7 @@ LOOPS = [
     classifies_in_windows,
     models_language,
     models_masked_words,
+    resumes_masked_words,
     counts_prepared_batches,
     reads_streams,
 ]

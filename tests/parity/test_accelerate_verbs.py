@@ -320,6 +320,11 @@ def test_an_unwrapped_model_saves_itself_as_hugging_face_does(tmp_path, precisio
         assert torch.equal(again(**batch).logits, expected)
 
 
+def hide_words(batch):
+    is_hidden = torch.rand(batch["input_ids"].shape) < 0.3
+    return {**batch, "input_ids": batch["input_ids"].masked_fill(is_hidden, 0)}
+
+
 def train_classifier(folder, resume_from=None, save_at=None, num_epochs=3):
     """A loop that counts its batches itself, saves a folder for each of `save_at`, and resumes by a folder's name."""
     accelerator = Accelerator(cpu=True, seed=9)
@@ -327,6 +332,8 @@ def train_classifier(folder, resume_from=None, save_at=None, num_epochs=3):
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=12)
     loader = build_text_loader(num_rows=16, batch_size=4, shuffle=True)
+    pad = loader.collate_fn
+    loader.collate_fn = lambda rows: hide_words(pad(rows))  # draws random numbers between those of dropout
     model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
     first_epoch, num_to_skip, overall_step, seen = 0, 0, 0, []
     if resume_from is not None:
@@ -358,6 +365,30 @@ def test_a_resumed_loop_sees_the_remaining_batches_and_ends_with_the_same_bits(t
     assert rest == seen[resume_from:]
     assert resumed_rates == rates
     assert all(torch.equal(weights[name], value) for name, value in resumed.items())
+
+
+@pytest.mark.parametrize(
+    ("position", "num_skipped", "words"), [(2, 2, "next 2 batches"), (3, 3, "rest of the epoch"), (2, 1, None)]
+)
+def test_skipping_by_hand_after_a_loaded_state_is_reported(tmp_path, caplog, position, num_skipped, words):
+    """As in `if step < resume_step: continue`. A loop that reads its window first skips fewer."""
+    caplog.set_level("INFO", "trimtab")
+    for resumes in (False, True):
+        accelerator = Accelerator(cpu=True)
+        model, optimizer, loader = accelerator.prepare(*slope_parts(num_rows=6))
+        if resumes:
+            accelerator.load_state(tmp_path / "state")
+        for _ in range(2):
+            for step, batch in enumerate(loader):
+                if resumes and step < num_skipped:
+                    continue
+                accelerator.backward(model(*batch))
+                optimizer.step()
+                if not resumes and step == position - 1:
+                    accelerator.save_state(tmp_path / "state")
+    reports = [record.message for record in caplog.records if "load_state put the loader" in record.message]
+    assert len(reports) == (words is not None)
+    assert words is None or words in reports[0]
 
 
 def test_skip_first_batches_of_a_loader_that_was_never_prepared():

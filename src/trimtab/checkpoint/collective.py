@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trimtab.checkpoint.codec import Encoded
-from trimtab.checkpoint.state import Part, RandomPart, apply_parts, checked_parts, encode_parts
+from trimtab.checkpoint.state import Part, RandomPart, StatefulPart, apply_parts, checked_parts, encode_parts
 from trimtab.checkpoint.store import StoredCheckpoint, write_checkpoint
 from trimtab.distributed.world import World
 from trimtab.errors import CheckpointError
@@ -61,6 +61,8 @@ def _gather_generators(world: World, parts: Sequence[Part], gradients_are_same: 
     for part in parts:
         if isinstance(part, RandomPart):
             part.of_all = generators
+        elif isinstance(part, StatefulPart):
+            part.gather()
 
 
 def collective_load(world: World, folder: str | Path | StoredCheckpoint, parts: Sequence[Part]) -> None:

@@ -297,6 +297,11 @@ class StatefulPart:
         self.name = name
         self._owner = owner
 
+    def gather(self) -> None:
+        """Let trimtab's own objects gather what differs between ranks; all ranks call it before a save."""
+        if hasattr(type(self._owner), "gather_state"):
+            self._owner.gather_state()
+
     def capture(self) -> Any:
         """Return the object's state dict."""
         return self._owner.state_dict()

@@ -287,6 +287,8 @@ class Engine(AccelerateInterface, ProcessInterface):
                 )
             loss = checked_loss(loss)
         loader = self._active_loaders.innermost
+        if loader is not None and loader.resumed_at is not None:
+            loader.report_skipped()
         self._gradients.backward(loss, weight, 1.0 if loader is None else loader.row_share, **kwargs)
 
     def replay(self, captured: CapturedMicroBatch) -> None:

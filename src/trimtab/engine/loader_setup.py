@@ -28,14 +28,14 @@ def prepare_loader(
     sharding = sharding_for(loader, world, rules, dispatches)
     if isinstance(sharding, NoSharding):
         kind = DispatchedLoader if dispatches and is_iterable else PreparedLoader
-        return kind(loader, place, active, world, sharding)
+        return kind(loader, place, active, world, sharding, rules.as_accelerate)
     if loader.batch_size is not None:
         _log_batch_size(loader.batch_size, world.num_processes, rules)
     if dispatches:
         return DispatchedLoader(loader, place, active, world, sharding)
     if rules.as_accelerate and not is_iterable and not rules.is_seedable:
         give_generator(loader)
-    return PreparedLoader(loader, place, active, world, sharding)
+    return PreparedLoader(loader, place, active, world, sharding, rules.as_accelerate)
 
 
 def sharding_for(loader: DataLoader[Any], world: World, rules: LoaderRules, dispatches: bool = False) -> Sharding:

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from trimtab.distributed.consistency import require_same
 from trimtab.distributed.world import World
 from trimtab.engine.accelerate_sharding import AccelerateSharding
-from trimtab.engine.index_batches import NOTHING, UNREAD, IndexSource
+from trimtab.engine.index_batches import NOTHING, UNREAD, IndexIterator, IndexSource
 from trimtab.engine.loader_random_state import LoaderRandomState, set_epoch
 from trimtab.engine.placement import Placement
 from trimtab.engine.sharding import MISSING, NoSharding, Shard, Sharding, SplitRows, count_rows
@@ -63,6 +63,8 @@ class PreparedLoader:
         active: The loaders of the engine that are being iterated.
         world: The processes that read the same data.
         sharding: Chooses this process's part of a batch.
+        reads_ahead: Whether rows that this process loads are loaded one batch ahead, as in Accelerate: transforms and
+            collators draw random numbers before the model draws those of the batch before.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class PreparedLoader:
         active: ActiveLoaders,
         world: World | None = None,
         sharding: Sharding | None = None,
+        reads_ahead: bool = False,
     ) -> None:
         self.loader = loader
         self._world: World = world or World()
@@ -89,12 +92,14 @@ class PreparedLoader:
         self._start: RandomState | None = None  # the random state at the start of the current epoch
         self._resume: dict[str, Any] | None = None
         self._skip: int | None = None
+        self.resumed_at: tuple[int, int] | None = None  # epoch and batches of a loaded position, until one is used
         self._first_group: list[Any] = []  # the first batches of the epoch, for data without indices
-        self._ahead: Any = UNREAD  # a batch read ahead, for data without indices: only reading finds the end
+        self._ahead: Any = UNREAD  # a batch read ahead; without indices, only reading finds the end
         self._last_read: dict[str, Any] | None = None  # the state needed to read that batch again
         self._indices: IndexSource | None = None
         self._divides_loaded = True
         self._source = self._instrumented(loader)
+        self._reads_ahead = self._indices is None or (reads_ahead and loader.num_workers == 0)
 
     def _instrumented(self, loader: DataLoader[Any]) -> DataLoader[Any]:
         """Return a shallow copy that pins memory, keeps order and, for map-style data, counts index batches."""
@@ -182,6 +187,21 @@ class PreparedLoader:
         """
         self._skip = num_batches
 
+    def report_skipped(self) -> None:
+        """Warn at the first backward after `load_state` if the loop has skipped as many batches as the loaded position.
+
+        A loop that reads all batches of an accumulation window first has skipped fewer.
+        """
+        assert self.resumed_at is not None
+        (epoch, position), self.resumed_at = self.resumed_at, None
+        num_unused = self.num_delivered - 1 - position
+        if self.epoch != epoch or 0 < position <= num_unused:
+            what = "the rest of the epoch" if self.epoch != epoch else f"the next {num_unused} batches"
+            say(
+                f"load_state put the loader after batch {position} of epoch {epoch}, and the loop then skipped {what}: "
+                "they are not trained on. Remove `if step < resume_step: continue`, or call skip_first_batches instead"
+            )
+
     def go_to(self, epoch: int, num_batches: int) -> None:
         """Make the next iteration start in an epoch, after its first `num_batches` batches."""
         if self._resume is not None and self._resume["epoch"] != epoch:
@@ -200,10 +220,10 @@ class PreparedLoader:
         self._active.enter(self)
         completed = False
         try:
-            if self._indices is not None:
-                yield from self._deliver_indexed(batches)
-            else:
+            if self._reads_ahead:
                 yield from self._deliver_read_ahead(batches, iteration)
+            else:
+                yield from self._deliver_indexed(batches)
             completed = True
         finally:
             self._active.leave(self)
@@ -237,6 +257,7 @@ class PreparedLoader:
             yield self._placement(loaded)
 
     def _deliver_read_ahead(self, batches: Iterator[Any], iteration: object) -> Iterator[Any]:
+        indices = None if self._indices is None else self._indices.iterator
         ahead = self._read_ahead(batches) if self._ahead is UNREAD else self._ahead
         while ahead is not NOTHING:
             shard: Shard = ahead
@@ -244,7 +265,7 @@ class PreparedLoader:
                 ahead = self._read_ahead(batches)
                 self.num_delivered += 1
             else:  # a later iteration has started: the position is its own
-                ahead = self._read_share(batches)
+                ahead = self._read_share(batches, indices)
             self.end_of_epoch = ahead is NOTHING
             if self.end_of_epoch and not any(shard.rows_of_all):  # only a last batch is short, as in Accelerate
                 shard = replace(shard, rows_of_all=(count_rows(shard.content) or 0,) * len(shard.rows_of_all))
@@ -267,13 +288,16 @@ class PreparedLoader:
             self._last_read = {"epoch": self.epoch, "random": self._random.get()}
             if owner is not None:
                 self._last_read["source"] = copy.deepcopy(owner.state_dict())
-            self._ahead = self._read_share(batches)
+            self._ahead = self._read_share(batches, None if self._indices is None else self._indices.iterator)
             if owner is not None and self._ahead is NOTHING:
                 self._last_read["source_at_end"] = copy.deepcopy(owner.state_dict())
         return self._ahead
 
-    def _read_share(self, batches: Iterator[Any]) -> Any:
+    def _read_share(self, batches: Iterator[Any], indices: IndexIterator | None) -> Any:
         """Return this process's part of the next batch, or NOTHING."""
+        if indices is not None:
+            loaded = next(batches, NOTHING)
+            return NOTHING if loaded is NOTHING else replace(indices.issued.popleft(), content=loaded)
         group = self._read_group(batches)
         shard = self._sharding.share_loaded(group, self._first_group) if group else None
         return NOTHING if shard is None or shard.content is MISSING else shard
@@ -322,7 +346,7 @@ class PreparedLoader:
     @contextmanager
     def _common_random_state(self) -> Iterator[None]:
         """Read one stream with the same random numbers on all processes, without changing their own."""
-        if self._world.num_processes == 1:
+        if self._world.num_processes == 1 or self._indices is not None:
             yield
             return
         with preserve_host_random_state():
@@ -378,8 +402,11 @@ class PreparedLoader:
         start, last_read = resume["start"], resume.get("last_read")
         is_same_position = num_batches == resume["num_delivered"]
         if last_read is not None and is_same_position:
+            of_all = last_read.get("of_all", [last_read["random"]])
+            last_read = {**last_read, "random": of_all[min(self._world.process_index, len(of_all) - 1)]}
             self._common = last_read["random"]["host"]
         self.epoch, self._start = resume["epoch"], start
+        self.resumed_at = self.epoch, num_batches
         _restore_workers(self._source, self._indices, start["has_workers"])
         self._random.set(start)
         set_epoch(self.loader, self.epoch)
@@ -390,7 +417,8 @@ class PreparedLoader:
         if self._indices is not None:
             assert self._indices.iterator is not None
             self._indices.iterator.prime()
-            return batches
+            if not self._reads_ahead or last_read is None or not is_same_position:
+                return batches
         if last_read is not None and is_same_position:
             self._random.set(last_read["random"])
         self._read_ahead(batches)
@@ -436,6 +464,11 @@ class PreparedLoader:
         return batches
 
     # ------------------------------------------------------------------ state
+
+    def gather_state(self) -> None:
+        """Gather what differs between the processes, before rank 0 saves: all of them call it."""
+        if self._reads_ahead and self._indices is not None and self._last_read is not None:
+            self._last_read["of_all"] = self._world.all_gather_object(self._last_read["random"])
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the data, and what is needed to resume from it."""
