@@ -159,6 +159,8 @@ def test_the_folder_of_a_run(bert, own_folder):
     recipe = Recipe(model=bert, data={"train": str(data)}, train={"epochs": 1, "log_every": 1}, seed=3)
     result = quick(recipe)
     assert result.folder == Path("runs/reviews/001")
+    assert repr(result).startswith("Result(step=3, loss=")
+    assert repr(result).endswith("folder='runs/reviews/001', best='runs/reviews/001/best')")
     assert {path.name for path in result.folder.iterdir()} == {
         *("recipe.yaml", "plan.json", "metrics.jsonl", "run.json", "best", "checkpoints", "report.html", "report.json")
     }

@@ -1,6 +1,7 @@
 """The shape of the package: what an import brings, which way imports go, what is public."""
 
 import ast
+import inspect
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import trimtab
+from trimtab.accelerate import Accelerator
 
 SOURCE = Path(trimtab.__file__).parent
 LAYERS = [
@@ -77,6 +79,11 @@ def test_public_names_exist():
         assert getattr(trimtab, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'Enigne'"):
         _ = trimtab.Enigne
+
+
+def test_help_shows_the_arguments_of_an_engine():
+    for kind in (trimtab.Engine, Accelerator):
+        assert list(inspect.signature(kind).parameters) == list(inspect.signature(kind.__init__).parameters)[1:]
 
 
 def imports_of(path: Path):

@@ -89,7 +89,7 @@ def _class(name: str, kind: type) -> str:
     if name == "Recipe":
         parts.append('```py\nRecipe(model=..., data={"train": ...}, train={"epochs": 3}, ...)\n```')
         parts.append("Its keys are those of a [recipe file](../recipe.md), sections as dictionaries.")
-        return "\n\n".join([*parts, markdown_of(kind.__doc__)])
+        return "\n\n".join([*parts, markdown_of(kind.__doc__.partition("\n\nKeys:")[0])])
     if not issubclass(kind, BaseException):
         parts.append(_fenced(name, kind))
     parts.append(markdown_of(kind.__doc__))
@@ -122,9 +122,8 @@ def _function(name: str, function: Any, level: str) -> str:
 
 def _fenced(name: str, value: Any) -> str:
     """The signature, one argument per line where it is long."""
-    is_created = inspect.isclass(value) and "__new__" in vars(value)  # whose signature would be taken
-    signature = inspect.signature(value.__init__ if is_created else value)
-    if is_created:
+    signature = inspect.signature(value)
+    if inspect.isclass(value):
         signature = signature.replace(return_annotation=inspect.Signature.empty)
     given = [parameter for parameter in signature.parameters.values() if parameter.name != "self"]
     text = _plain(f"{name}{signature.replace(parameters=given)}")

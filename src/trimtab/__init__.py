@@ -56,6 +56,8 @@ if TYPE_CHECKING:
 
 def __getattr__(name: str) -> Any:
     """Import the module that defines a public name, at the first access."""
+    if name == "errors":  # the exceptions: trimtab.errors.DataError
+        return import_module("trimtab.errors")
     if name not in _HOMES:
         raise AttributeError(f"module 'trimtab' has no attribute {name!r}")
     value = getattr(import_module(_HOMES[name]), name)
@@ -64,4 +66,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return sorted([*__all__, "errors"])

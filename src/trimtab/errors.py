@@ -17,9 +17,19 @@ TrimtabError                  1   base class of all of them
 """
 
 import os
+import re
 import shlex
 
+__all__ = [
+    *("CheckpointError", "DataError", "DoesNotFit", "LossError", "LossNotFinite", "MissingDependency", "ModelError"),
+    *("PeerError", "PrepareError", "RecipeError", "Stopped", "TraceError", "TrimtabError", "UserError"),
+]
+
 _MAX_LINE_LENGTH = 200  # messages of other libraries can be several pages long
+_RESUME = re.compile(r"\btrimtab resume (?P<run>\S+?)(?P<sets>(?: --set [^\s;,)]+)*)(?=[;,.)]?(?:\s|$))(?! --)")
+_COMMAND = re.compile(r"\b(?<![\w!.`])(?:trimtab|pip|hf) [a-z][^;\n]*")
+_OPTION = re.compile(r"--(?P<name>[a-z][a-z-]*)(?: (?P<value>[^\s;,)]+))?")
+_SWITCHES = {"resume", "fresh", "overwrite", "trust-remote-code"}  # options without a value
 
 
 def summarize_error(error: BaseException) -> str:
@@ -36,10 +46,45 @@ def as_argument(path: str | os.PathLike[str]) -> str:
     return shlex.quote(os.fspath(path))
 
 
+def in_python(message: str) -> str:
+    """Translate the commands and options in a message to what is written in a notebook."""
+
+    def as_call(found: re.Match[str]) -> str:
+        sets = found["sets"].split(" --set ")[1:]
+        return f'trimtab.resume("{found["run"]}"{f", sets={sets}" if sets else ""})'
+
+    def as_argument_of_a_call(found: re.Match[str]) -> str:
+        name, value = found["name"], found["value"] or ""
+        if name in _SWITCHES:
+            return f"{name.replace('-', '_')}=True{value and ' '}{value}"
+        if name == "set":
+            key, _, value = value.partition("=")
+            section, _, key = key.rpartition(".")
+            setting = f'{section}={{"{key}": {_literal(value)}}}' if section else f"{key}={_literal(value)}"
+            return f"Recipe({setting})"
+        return f"{'from_step' if name == 'from' else name.replace('-', '_')}={_literal(value)}"
+
+    parts, end = [], 0
+    message = _RESUME.sub(as_call, message)
+    for command in _COMMAND.finditer(message):
+        parts += [_OPTION.sub(as_argument_of_a_call, message[end : command.start()]), f"!{command[0]}"]
+        end = command.end()
+    return "".join([*parts, _OPTION.sub(as_argument_of_a_call, message[end:])])
+
+
+def _literal(text: str) -> str:
+    words = {"true": "True", "false": "False", "null": "None"}
+    return words.get(text) or (text if re.fullmatch(r"…|[-+.\de]*\d[-+.\de]*|\[.*", text) else f'"{text}"')
+
+
 class TrimtabError(Exception):
     """Base class of all exceptions that trimtab raises on purpose."""
 
     exit_code = 1
+
+    def _render_traceback_(self) -> list[str]:
+        """What a notebook shows: IPython calls this in place of printing a traceback."""
+        return [f"{type(self).__name__}: {in_python(str(self))}"]
 
 
 class UserError(TrimtabError):

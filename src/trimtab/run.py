@@ -46,9 +46,14 @@ class Result:
     best: Path | None
     is_main_process: bool = True
 
+    def __repr__(self) -> str:
+        metrics = "".join(f", {name}={value:.4g}" for name, value in self.fit.metrics.items())
+        best = None if self.best is None else str(self.best)
+        return f"Result(step={self.fit.step}{metrics}, folder={str(self.folder)!r}, best={best!r})"
+
 
 def fit(
-    recipe: Recipe | LoadedRecipe,
+    recipe: Recipe | LoadedRecipe | str | Path,
     *,
     model: Any = None,
     tokenizer: Any = None,
@@ -63,7 +68,7 @@ def fit(
     """Train a model as a recipe describes, and save the best one.
 
     Args:
-        recipe: A `Recipe`, or the result of loading a recipe file.
+        recipe: A `Recipe`, or the path of a recipe file.
         model: A model object to train instead of the recipe's model. A copy is saved next to the runs, trained, and
             needed to resume the run. Models that transformers cannot load again raise an error.
         tokenizer: A tokenizer object to use instead of the recipe's; saved in the same way.

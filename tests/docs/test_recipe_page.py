@@ -12,6 +12,8 @@ A recipe is one YAML file, or the same settings as flags (`--set train.lr=3e-5`)
 `--set`. Only `model` and `data.train` are required.
 
 - `trimtab init` writes a commented file.
+- In Python: `fit("recipe.yaml")`, `Recipe.from_file("recipe.yaml", sets=["train.lr=3e-5"])`; `help(Recipe)` lists the
+  keys below. `trimtab.errors` has the exceptions; a notebook shows them as one message, with cures in Python.
 - `trimtab check` validates a recipe, checks that its data, model, tokenizer and metrics exist, and prints it resolved,
   with the origin of every value. `trimtab check --schema` prints the JSON Schema for editors.
 - A setting that is a word or a mapping can be written in parts: `--set adapter=lora --set adapter.rank=8` is

@@ -1,5 +1,6 @@
 """File, flags and --set: later values win, every value has its origin, and written recipes are read back."""
 
+import inspect
 import json
 import re
 from operator import attrgetter
@@ -12,13 +13,14 @@ import trimtab
 from trimtab.errors import RecipeError
 from trimtab.recipe.load import (
     LoadedRecipe,
+    as_loaded,
     build_json_schema,
     load_recipe,
     load_to_resume,
     render_commented_yaml,
     render_resolved_yaml,
 )
-from trimtab.recipe.schema import AdapterSettings, OptimizerName, Recipe
+from trimtab.recipe.schema import AdapterSettings, OptimizerName, Recipe, TrainSettings
 from trimtab.recipe.schema_keys import keys_of
 
 WORD_OR_SECTION = ("model.", "adapter.")  # given as one word here
@@ -203,8 +205,8 @@ def test_a_missing_recipe_suggests_only_similar_names(tmp_path):
 @pytest.mark.parametrize(
     ("given", "found", "cure"),
     [
-        ("mine.yaml", "found the str 'mine.yaml'", "load_recipe(Path('mine.yaml'), {}, [])"),
-        (Path("mine.yaml"), "mine.yaml", "load_recipe(Path('mine.yaml'), {}, [])"),
+        ("mine.yaml", "there is no recipe mine.yaml", "trimtab init"),
+        (Path("mine.yaml"), "there is no recipe mine.yaml", "trimtab init"),
         ({"model": "bert"}, "found the dict {model: bert}", "pass Recipe(**settings)"),
         (3, "found the int 3", "pass Recipe(model="),
     ],
@@ -213,6 +215,25 @@ def test_something_else_than_a_recipe(call, given, found, cure):
     with pytest.raises(RecipeError, match=re.escape(found)) as caught:
         call(given)
     assert cure in caught.value.cure
+
+
+def test_a_recipe_from_a_file(tmp_path):
+    path = write(tmp_path / "mine.yaml", "model: bert\ndata: {train: a.csv}\ntrain: {epochs: 2}\n")
+    recipe = Recipe.from_file(str(path), sets=["train.lr=1e-3"])
+    assert recipe == Recipe(model="bert", data={"train": "a.csv"}, train={"epochs": 2, "lr": 1e-3})
+    assert as_loaded(path) == load_recipe(path, {}, [])
+    assert repr(recipe) == (
+        "Recipe(model='bert', data=DataSettings(train='a.csv'), train=TrainSettings(epochs=2.0, lr=0.001))"
+    )
+
+
+def test_help_of_a_recipe_explains_every_key():
+    text = inspect.getdoc(Recipe)
+    assert [key.dotted for key in keys_of(Recipe) if f"\n    {key.dotted}: " not in text] == []
+    assert "train.lr: Peak learning rate" in text
+    assert "epochs" in inspect.signature(TrainSettings).parameters
+    assert str(inspect.signature(Recipe)).startswith("(*, model, task=None, data, train=TrainSettings(), ")
+    assert "Keys:" not in json.dumps(build_json_schema())
 
 
 def test_data_in_the_place_of_a_recipe(tmp_path):

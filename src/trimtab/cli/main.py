@@ -30,6 +30,7 @@ from trimtab.cli.runs import best, checkpoints, pull, runs, track_sync, ui
 from trimtab.cli.shrink import shrink
 from trimtab.cli.train import INTERRUPTED, compare, demo, resume, train
 from trimtab.errors import Stopped, TrimtabError
+from trimtab.hardware.extras import import_failure
 
 app = typer.Typer(name="trimtab", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 # in the order in which --help lists them
@@ -99,6 +100,12 @@ def main() -> None:
             raise
         _print_error(f"error: {place or 'the output disk'}: {error.strerror}\n  cure: {cure}")
         sys.exit(1)
+    except Exception as error:
+        failure = import_failure(error)
+        if failure is None:
+            raise
+        _print_error(f"error: {failure}", fg="red" if sys.stderr.isatty() else None)
+        sys.exit(failure.exit_code)
     finally:
         flush_streams()
 

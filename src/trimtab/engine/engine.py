@@ -4,6 +4,7 @@ Each verb delegates to one part: `PreparedParts` (prepare), `Accumulation`, `Gra
 step), `SavedState` (checkpoints), `World` and `Collectives` (processes), `TrackerGroup` (tracking).
 """
 
+import inspect
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -42,6 +43,14 @@ from trimtab.randomness import random_state, restore_random_state, set_seed
 from trimtab.tracking.trackers import Tracker, build_trackers
 
 T = TypeVar("T")
+
+
+class _InitSignature:
+    """The signature of a class whose `__new__` takes any arguments: that of its `__init__`, for `help` and editors."""
+
+    def __get__(self, engine: Any, kind: Any) -> inspect.Signature:
+        signature = inspect.signature(kind.__init__)
+        return signature.replace(parameters=[*signature.parameters.values()][1:])
 
 
 class Engine(AccelerateInterface, ProcessInterface):
@@ -101,6 +110,8 @@ class Engine(AccelerateInterface, ProcessInterface):
 
     _arguments: tuple[tuple[Any, ...], dict[str, Any]]
     _scaler: Scaler
+
+    __signature__ = _InitSignature()
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Store the arguments, which are all that is pickled of an engine."""

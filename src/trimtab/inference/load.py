@@ -53,6 +53,10 @@ class LoadedModel:
     task_name: str
     facts: dict[str, Any] = field(default_factory=dict)
 
+    def __repr__(self) -> str:
+        kind, count = type(self.model).__name__, sum(weight.numel() for weight in self.model.parameters())
+        return f"LoadedModel({kind}, task_name={self.task_name!r}, {count:,} parameters, device={str(self.device)!r})"
+
     @property
     def device(self) -> torch.device:
         """The device of the model."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.errors import MissingDependency, ModelError, UserError, as_argument
-from trimtab.hardware.extras import require_extra
+from trimtab.hardware.extras import import_failure, require_extra
 from trimtab.model.best_weights import check_best_weights
 
 _ON_A_SERVER = ("models:/", "best:")
@@ -181,6 +181,9 @@ def explained(
     text = str(error)
     if isinstance(error, UserError):
         return error
+    failure = import_failure(error)
+    if failure is not None:
+        return MissingDependency(f"{source}: {failure.problem}", failure.cure)
     if "GatedRepoError" in kinds:
         return ModelError(
             f"{source} is gated: its license has to be accepted first",

@@ -44,20 +44,18 @@ class LoadedRecipe:
 
 
 def as_loaded(recipe: Any) -> LoadedRecipe:
-    """Return a recipe with the origins of its values; a recipe made in Python has none.
+    """Return a recipe with the origins of its values; a recipe made in Python has none, a path is read.
 
     Raises:
-        RecipeError: It is neither a `Recipe` nor a `LoadedRecipe`.
+        RecipeError: It is neither a `Recipe` nor a `LoadedRecipe` nor the path of a valid recipe.
     """
     if isinstance(recipe, LoadedRecipe):
         return recipe
     if isinstance(recipe, Recipe):
         return LoadedRecipe(recipe, {})
-    cure = "pass Recipe(model=…, data={'train': …})"
     if isinstance(recipe, str | Path):
-        cure = f"from trimtab.recipe.load import load_recipe; load_recipe(Path({str(recipe)!r}), {{}}, [])"
-    elif isinstance(recipe, Mapping):
-        cure = "pass Recipe(**settings)"
+        return load_recipe(Path(recipe), {}, [])
+    cure = "pass Recipe(**settings)" if isinstance(recipe, Mapping) else "pass Recipe(model=…, data={'train': …})"
     raise RecipeError(f"a Recipe is expected, found the {type(recipe).__name__} {shown(recipe)}", cure)
 
 
@@ -214,6 +212,8 @@ def render_commented_yaml(overrides: Mapping[str, Any]) -> str:
 def build_json_schema() -> dict[str, Any]:
     """Return the JSON Schema of a recipe, for editors."""
     schema = Recipe.model_json_schema()
+    for section in (schema, *schema["$defs"].values()):  # whose keys are described one by one
+        section["description"] = section["description"].partition("\n\nKeys:")[0]
     for name, field in Recipe.model_fields.items():
         if is_section(field.annotation):  # also null, for a section whose keys are all commented out
             reference = {"$ref": schema["properties"][name]["$ref"]}

@@ -4,8 +4,10 @@ The string below each field is its documentation: `trimtab init`, the JSON Schem
 it.
 """
 
+import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar
 
 from annotated_types import Ge, Gt, Le, Lt
@@ -22,6 +24,7 @@ from pydantic import (
 
 from trimtab.recipe.consistency import find_contradictions
 from trimtab.recipe.mistakes import Mistake, drop_paths, explain_errors, raise_mistakes, unknown_keys
+from trimtab.recipe.schema_keys import keys_of
 from trimtab.recipe.value_types import (
     Allowances,
     BatchLimit,
@@ -87,6 +90,28 @@ class Section(BaseModel):
     @classmethod
     def _normalize(cls, value: Any, info: ValidationInfo) -> Any:
         return normalize(value, cls.model_fields[info.field_name or ""])
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        """Make `help` readable: the keys with their meaning in the docstring, a signature without types."""
+        keys = [f"    {key.dotted}: {' '.join((key.field.description or '').split())}" for key in keys_of(cls)]
+        cls.__doc__ = "\n".join([inspect.cleandoc(cls.__doc__ or ""), "", "Keys:", *keys])
+        cls.__signature__ = inspect.Signature(
+            [
+                inspect.Parameter(
+                    name,
+                    inspect.Parameter.KEYWORD_ONLY,
+                    default=inspect.Parameter.empty
+                    if field.is_required()
+                    else field.get_default(call_default_factory=True),
+                )
+                for name, field in cls.model_fields.items()
+            ]
+        )
+
+    def __repr_args__(self) -> Iterable[tuple[str | None, Any]]:
+        """Show the keys that were set."""
+        return [(name, value) for name, value in super().__repr_args__() if name in self.model_fields_set]
 
 
 class ModelSettings(Section):
@@ -453,6 +478,24 @@ class Recipe(Section):
     """Name of the run; null = the next number."""
     out: Text | None = None
     """Folder of the run; null = runs/EXPERIMENT/NAME."""
+
+    @classmethod
+    def from_file(cls, path: str | Path, sets: Sequence[str] = ()) -> "Recipe":
+        """Read a recipe from a YAML file.
+
+        Args:
+            path: The file.
+            sets: Changes to it, such as "train.epochs=5".
+
+        Raises:
+            RecipeError: The recipe is invalid; the message names file, line and key of each mistake.
+
+        Example:
+            fit(Recipe.from_file("recipe.yaml", sets=["train.lr=3e-5"]))
+        """
+        from trimtab.recipe.load import load_recipe
+
+        return load_recipe(Path(path), {}, sets).recipe
 
     @field_validator("track", mode="before")
     @classmethod
