@@ -228,6 +228,9 @@ row("the best model is changed", AFTER_30, in_best(flip_a_weight), AGAIN, change
 row("the best model is without weights", AFTER_30, in_best(Path.unlink), AGAIN, changes=SAVED)
 row("the best model is without config", AFTER_30, in_best(Path.unlink, "config.json"), AGAIN, changes=SAVED)
 row("its tokenizer is cut off", AFTER_30, in_best(cut_in_half, "tokenizer.json"), AGAIN, changes=SAVED)
+row("the best model is without facts", AFTER_30, in_best(Path.unlink, "trimtab.json"), AGAIN, changes=SAVED)
+UNNAMED = {"23": "remove {out}/best/trimtab.json"}
+row("the facts of the best model are removed while it trains", finishes(at=UNNAMED, from_step=0))
 row("the best model is missing", AFTER_30, remove_best, AGAIN, changes=SAVED)
 NO_CHECKSUMS = forget("run", also=["best_files"])
 row("the checksums are not known", AFTER_30, NO_CHECKSUMS, in_best(cut_in_half), AGAIN, changes=SAVED)

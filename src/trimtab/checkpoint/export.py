@@ -39,6 +39,7 @@ def export_model(
     *,
     card: Mapping[str, Any],
     weights: Mapping[str, torch.Tensor] | None = None,
+    marker: str | None = FACTS,
 ) -> Path:
     """Write a model for `AutoModelFor….from_pretrained(folder)`; an older export in the folder is replaced.
 
@@ -51,6 +52,7 @@ def export_model(
         tokenizer: Its tokenizer, or None.
         card: Facts for `trimtab.json`, such as task, metrics, step and recipe.
         weights: Weights to write instead of the model's current ones, with the names of `weights_to_export`.
+        marker: The file without which a folder that is not empty is refused; None replaces any folder.
 
     Returns:
         The folder.
@@ -59,7 +61,7 @@ def export_model(
     adapter = adapter_of(bare)
     about = {"trimtab": __version__, **card, **({} if adapter is None else _facts_of_adapter(bare, adapter))}
     facts = json.dumps(as_json(about), indent=1, ensure_ascii=False, allow_nan=False)
-    with atomic_folder(folder, marker=FACTS, what="model") as place, quiet_transformers():
+    with atomic_folder(folder, marker=marker, what="model") as place, quiet_transformers():
         if adapter is not None:
             adapter.save(place, weights)
         else:
@@ -162,7 +164,7 @@ class RetryingExport:
         problem: Why a model is pending; None if none is.
 
     Args:
-        folder: The folder to write.
+        folder: The folder to write, which belongs to the run: whatever is in it is replaced.
         model: A transformers model, whose weights change. If it has an adapter, only the adapter is copied.
         tokenizer: Its tokenizer, or None.
     """
@@ -207,7 +209,7 @@ class RetryingExport:
         from safetensors import SafetensorError
 
         try:
-            export_model(self._folder, self._model, self._tokenizer, card=card, weights=weights)
+            export_model(self._folder, self._model, self._tokenizer, card=card, weights=weights, marker=None)
         except (OSError, SafetensorError) as error:
             why = (error.strerror if isinstance(error, OSError) else None) or error
             problem = f"the model could not be written to {self._folder}: {why}"

@@ -22,7 +22,9 @@ from trimtab.training.row_outcomes import RowOutcomes
 
 OwnMetric = Callable[[torch.Tensor, Mapping[str, torch.Tensor]], torch.Tensor]
 
-_METRIC_CURE = "return one value per row, such as (logits.argmax(-1) == batch['labels']).float(); their mean is reported"
+_METRIC_CURE = (
+    "return one value per row, such as (logits.argmax(-1) == batch['labels']).float(); their mean is reported"
+)
 
 
 class Evaluator:

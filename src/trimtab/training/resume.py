@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 from trimtab.checkpoint.checkpoints_folder import CheckpointsFolder
-from trimtab.checkpoint.export import find_export_problem, read_facts
+from trimtab.checkpoint.export import FACTS, find_export_problem, read_facts
 from trimtab.checkpoint.store import find_checkpoint_problem, read_manifest
 from trimtab.engine.engine import Engine
 from trimtab.errors import CheckpointError
@@ -81,8 +81,9 @@ def _why_best_is_damaged(run: Path, checkpoint: Path) -> str:
         step = read_facts(best).get("step")
     except CheckpointError as error:
         return error.problem
-    if best.is_dir() and not (best / "config.json").is_file() and not is_adapter(best):
-        return f"{best / 'config.json'} is missing"
+    for name in (FACTS, *(() if is_adapter(best) else ("config.json",))):
+        if best.is_dir() and not (best / name).is_file():
+            return f"{best / name} is missing"
     saved = read_manifest(checkpoint).facts.get("run", {})
     checksums = [status.get("best_files") or {} for status in (find_run(run) or {}, saved)]
     return find_export_problem(
