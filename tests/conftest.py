@@ -1,5 +1,6 @@
 """Shared by all tests: one thread a process, no hub, and nothing left behind."""
 
+import atexit
 import contextlib
 import gc
 import logging
@@ -15,12 +16,15 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ["TRIMTAB_CACHE"] = "off"  # not the user's: own_folder has one
+os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="trimtab-state-")  # not the user's either
 os.environ["TRIMTAB_TRACK"] = "none"  # making a store takes seconds; tests of tracking take this away
 os.environ.pop("MLFLOW_TRACKING_URI", None)
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
 
 # A job in the background of a shell ignores interrupts, one of nohup the end of a terminal; the tests send both.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -8,7 +8,7 @@ from typing import Any
 from trimtab.build.engine import build_engine
 from trimtab.build.given_objects import with_given_objects
 from trimtab.build.parts import EndedRun
-from trimtab.build.resumed_recipe import load_resumed_recipe
+from trimtab.build.resumed_recipe import recover_recipe
 from trimtab.build.run_record import failure_recorded, open_folder, record_end, record_start, released_on_failure
 from trimtab.build.start_point import find_start_point
 from trimtab.build.training import build_trainer
@@ -18,7 +18,6 @@ from trimtab.planner.out_of_memory import OutOfMemoryPicture
 from trimtab.planner.resolve import resolve_run
 from trimtab.recipe.load import LoadedRecipe, as_loaded
 from trimtab.recipe.schema import Recipe
-from trimtab.runs.mirror_recovery import mirror_setting, recover
 from trimtab.runs.plan import Plan
 from trimtab.training.callbacks import check_callbacks
 from trimtab.training.evaluate import OwnMetric
@@ -122,7 +121,13 @@ def fit(
 
 
 def resume(
-    run: str | Path, *, from_step: str | None = None, sets: Sequence[str] = (), out: str | None = None, **options: Any
+    run: str | Path,
+    *,
+    from_step: str | None = None,
+    sets: Sequence[str] = (),
+    out: str | None = None,
+    trust_remote_code: bool = False,
+    **options: Any,
 ) -> Result:
     """Resume a run that was killed or stopped, or train a finished run longer.
 
@@ -131,6 +136,8 @@ def resume(
         from_step: The checkpoint to resume from, such as "step-100"; by default the newest.
         sets: Changes to the recipe, such as "train.epochs=5".
         out: Folder to copy a mirror to; by default runs/EXPERIMENT/NAME, with the names in the mirror's path.
+        trust_remote_code: Whether you agree to execute Python code of the model that the run's files name. A run that
+            was started in its folder by you needs no second word.
         options: Other arguments of `fit`, such as callbacks or progress.
 
     Returns:
@@ -140,8 +147,7 @@ def resume(
         resume("runs/reviews/first", sets=["train.epochs=5"])
     """
     engine = Engine(device=options.get("device"))
-    mirror = mirror_setting(Path(run))
     loaded = engine.decide_on_main_process(
-        lambda: load_resumed_recipe(recover(Path(run), out), from_step, sets, mirror)
+        lambda: recover_recipe(Path(run), out, from_step, sets, trusts=trust_remote_code)
     )
     return fit(loaded, resume=from_step or True, **options)

@@ -77,7 +77,9 @@ def test_moved_with_its_files(own_folder, tiny, monkeypatch, caplog):
     monkeypatch.chdir(own_folder)
     (own_folder / "here").rename(there)
     monkeypatch.chdir(there)
-    result = trimtab.resume("run", progress="quiet", device="cpu")
+    with pytest.raises(trimtab.errors.RecipeError, match=r"--set checkpoint.mirror=\S+there/drive;"):
+        trimtab.resume("run", progress="quiet", device="cpu")
+    result = trimtab.resume("run", sets=["checkpoint.mirror=drive"], progress="quiet", device="cpu")
     assert "resuming from step-2 (run)" in caplog.text
     assert result.fit.step == 6
     assert not (own_folder / "here").exists()

@@ -1,6 +1,7 @@
 """What is asked of MLflow, on a real sqlite store."""
 
 import math
+import os
 import sqlite3
 
 import pytest
@@ -20,7 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # mlflow'
 
 @pytest.fixture
 def local(store):
-    with mlflow_environment():
+    with mlflow_environment(f"sqlite:///{store}"):
         yield MlflowServer(f"sqlite:///{store}")
 
 
@@ -134,3 +135,26 @@ def test_errors_are_described_in_one_line(error, words):
     assert words in str(failure)
     assert "\n" not in str(failure)
     assert failure.is_gone == ("no run" in words)
+
+
+@pytest.mark.parametrize(
+    ("given_for", "server", "is_sent"),
+    [
+        (None, "http://any:5000", True),
+        ("http://me:s3cr3t@mine:5000/", "http://mine:5000", True),
+        ("http://mine:5000", "http://other:5000", False),
+        ("http://mine:5000", "https://mine:5000", False),
+        ("sqlite:///m.db", "http://any:5000", True),
+    ],
+)
+def test_credentials_go_to_the_server_that_they_were_given_for(monkeypatch, given_for, server, is_sent):
+    names = ("MLFLOW_TRACKING_TOKEN", "MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD")
+    for name in names:
+        monkeypatch.setenv(name, "mine")
+    if given_for is not None:
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", given_for)
+    with mlflow_environment(server):
+        assert [os.environ.get(name) for name in names] == (["mine"] * 3 if is_sent else [None] * 3)
+        cure = describe_failure(_Failure("no", "UNAUTHENTICATED"), server).cure
+    assert ("for MLFLOW_TRACKING_URI" in cure) is not is_sent
+    assert [os.environ.get(name) for name in names] == ["mine"] * 3

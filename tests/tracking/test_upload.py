@@ -128,7 +128,7 @@ class Run:
 @pytest.fixture
 def make_run(tmp_path, short_waits):
     """Makes runs, with mlflow's settings as in the uploader process."""
-    with mlflow_environment():
+    with mlflow_environment("sqlite:///"):
         yield lambda uri, name="001", **about: Run(tmp_path / "runs" / "mine" / name, uri, **about)
 
 

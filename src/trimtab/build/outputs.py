@@ -10,7 +10,7 @@ import torch
 from trimtab.build.parts import Loaded, Tokens
 from trimtab.checkpoint.checkpoints_folder import CheckpointsFolder
 from trimtab.checkpoint.export import RetryingExport
-from trimtab.checkpoint.mirror import Mirror, find_mirror
+from trimtab.checkpoint.mirror import Mirror, place_of_mirror
 from trimtab.data.tokens import TokenDataset
 from trimtab.engine.engine import Engine
 from trimtab.errors import CheckpointError, RecipeError
@@ -146,12 +146,7 @@ def build_checkpoints(recipe: Recipe, engine: Engine, folder: Folder, asked: Rec
         raise RecipeError(f"checkpoint.mirror: {settings.mirror} is a file", "set it to a folder")
     mirror = None
     if settings.mirror is not None and engine.is_main_process:
-        # experiment and name: several runs share a drive
-        place = Path(settings.mirror, *folder.path.absolute().parts[-2:])
-        known = find_mirror(folder.path)  # for a run that was restored from its mirror to another place
-        if known is not None and Path(settings.mirror).absolute() in known.parents:
-            place = known
-        mirror = Mirror(folder.path, place, files=_MIRRORED)
+        mirror = Mirror(folder.path, place_of_mirror(folder.path, settings.mirror), files=_MIRRORED)
     shelf = CheckpointsFolder(folder.path / CHECKPOINTS, keep=settings.keep)
     settings_asked = asked.model_dump(mode="json")
     return Checkpoints(

@@ -1,20 +1,50 @@
 """The recipe with which a run is resumed: its file, or the settings in a checkpoint if the file was damaged."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from trimtab.build.consent import check_consent, describe_sources
 from trimtab.build.paths import with_moved_paths
 from trimtab.build.resume_rules import find_differences
 from trimtab.build.start_point import directory_of, step_number
 from trimtab.checkpoint.checkpoints_folder import CheckpointsFolder
-from trimtab.errors import RecipeError, as_argument
-from trimtab.log import say
+from trimtab.errors import RecipeError, UserError, as_argument
+from trimtab.log import muted, say
 from trimtab.recipe.load import LoadedRecipe, load_recipe, load_to_resume
 from trimtab.recipe.schema import Recipe
 from trimtab.runs.lost_status import RECIPE
+from trimtab.runs.mirror_recovery import mirror_setting, recover
 from trimtab.runs.run_folder import CHECKPOINTS, is_recipe_unchanged
+
+
+def recover_recipe(
+    run: Path, out: str | None, from_step: str | None, sets: Sequence[str], *, trusts: bool
+) -> LoadedRecipe:
+    """Return the recipe with which a run resumes; a mirror is copied back first.
+
+    Args:
+        run: The run's folder, or its mirror.
+        out: Where to copy a mirror to.
+        from_step: The checkpoint to resume from ("step-100"); None for the newest.
+        sets: Changes such as "train.epochs=5".
+        trusts: Whether the user agrees to execute the Python code that the run's files name.
+    """
+    setting = mirror_setting(run)
+    if setting:
+        found = None
+        with suppress(UserError), muted():  # an error in the mirror's files is reported when they are restored
+            found = load_resumed_recipe(run, from_step, sets, setting)
+        if found is not None:  # refused before anything is copied
+            check_consent(found, run, is_mirror=True, trusts=trusts)
+    folder = recover(run, out)
+    loaded = load_resumed_recipe(folder, from_step, sets, setting)
+    check_consent(loaded, folder, is_mirror=bool(setting), trusts=trusts)
+    if setting:
+        say(f"from the mirror: {describe_sources(loaded.recipe)}")
+    return loaded
 
 
 def load_resumed_recipe(

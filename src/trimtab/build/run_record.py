@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
+from trimtab.build.consent import record_agreed
 from trimtab.build.parts import Data, EndedRun, ResolvedRun
 from trimtab.build.report_facts import write_data_card, write_report
 from trimtab.build.samples import add_samples, report_unused_setting
@@ -79,6 +80,8 @@ def record_start(
     folder.write_recipe(render_resolved_yaml(LoadedRecipe(run.asked, origins)))
     folder.write_text("plan.json", json.dumps(run.plan.as_dict(), indent=1))
     folder.start(run.recipe.model_dump(mode="json"), run.plan.num_steps, journal_position, trainer.state.step)
+    if isinstance(folder, RunFolder) and not run.recipe.limits.fast_dev_run:
+        record_agreed(run.asked, folder.path, run.tracked.uri if run.tracked is not None else None)
     write_data_card(run, folder)
     if run.tracked is not None:
         folder.update(model_source=run.tracked.as_dict())

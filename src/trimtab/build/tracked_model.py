@@ -2,10 +2,11 @@
 
 from pathlib import Path
 
+from trimtab.build.consent import check_address_is_given
 from trimtab.log import say
 from trimtab.recipe.schema import ModelSettings, Recipe
 from trimtab.runs.run_folder import find_run
-from trimtab.tracking.mlflow.registry import TrackedModel, fetch_model, find_model, is_tracked_model
+from trimtab.tracking.mlflow.registry import TrackedModel, fetch_model, find_model, is_record, is_tracked_model
 from trimtab.tracking.mlflow.uri import RUNS, default_uri, local_uri, sqlite_file, store_root
 
 MODEL_SOURCE = "model_source"  # key in run.json
@@ -23,8 +24,10 @@ def find_tracked_model(recipe: Recipe, run: Path | None = None) -> TrackedModel 
         return None
     uri = server_of(recipe)
     before = ((find_run(run) if run is not None else None) or {}).get("model_source")
-    if before is not None and before["asked"] == name:
+    if run is not None and before is not None and is_record(before) and before["asked"] == name:
         found = TrackedModel.from_dict(before, uri)
+        if found.uri != uri:
+            check_address_is_given(run, found.uri, f"if you trust it: --set track.uri={found.uri}")
         say(f"{name} is {found.words}, the same as at the start of the run")
         return found
     found = find_model(name, uri)

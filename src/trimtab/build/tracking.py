@@ -6,14 +6,16 @@ import torch
 
 from trimtab import __version__
 from trimtab.addresses import redact
+from trimtab.build.consent import check_address_is_given
 from trimtab.build.data import run_name
 from trimtab.build.parts import Tokens
 from trimtab.engine.engine import Engine
-from trimtab.errors import RecipeError, TrimtabError, UserError
+from trimtab.errors import RecipeError, TrimtabError, UserError, as_argument
 from trimtab.hardware.environment import describe_environment
 from trimtab.log import say
 from trimtab.recipe.load import load_recipe
 from trimtab.recipe.schema import Recipe
+from trimtab.runs.consent import add_address
 from trimtab.runs.plan import Plan
 from trimtab.runs.run_folder import Folder, ReadOnlyRunFolder, find_run, is_own_loop, read_status
 from trimtab.runs.tracking_file import RunDescription, Tracking, upload_lock
@@ -96,14 +98,20 @@ def sync_run(folder: Path, to: str | None = None) -> str:
     if status is None:
         raise RecipeError(f"{folder} is not a run", "pass a run's folder; trimtab runs lists them")
     recipe = None if is_own_loop(status) else load_recipe(folder / "recipe.yaml", {}, []).recipe
-    with mlflow_environment(), upload_lock(folder, patience_s=5.0):
+    with upload_lock(folder, patience_s=5.0):
         tracking = Tracking.read(folder) or Tracking(folder, _about_before(recipe, folder))
         place = folder if recipe is not None else folder.absolute().parent  # loops have one store for all projects
         uri = _server_of(tracking, recipe, place) if to is None else tracking_uri(to, place)
+        if to is None and uri not in (None, tracking_uri("local", place)):
+            cure = f"if you trust it: trimtab track sync {as_argument(folder)} --to {as_argument(redact(uri))}"
+            check_address_is_given(folder, uri, cure)
+        elif to is not None and uri is not None:
+            add_address(folder, uri)
         if uri is None:
             raise RecipeError(f"{folder} is not tracked", "pass a server: --to http://…, or --to local")
         try:
-            troubles = upload_run(tracking, uri, say)
+            with mlflow_environment(uri):
+                troubles = upload_run(tracking, uri, say)
         except TrimtabError:
             raise
         except Exception as error:

@@ -249,10 +249,22 @@ def restore(mirror: str | os.PathLike[str], folder: str | os.PathLike[str]) -> N
     _write_index(target, {"id": index["id"], "target": str(source.absolute())})
 
 
-def find_mirror(folder: str | os.PathLike[str]) -> Path | None:
-    """Return the mirror of a run's folder; None if it has none."""
-    target = _read_index(Path(folder)).get("target")
-    return Path(target) if isinstance(target, str) else None
+def place_of_mirror(folder: Path, root: str) -> Path:
+    """Return the folder of a run's mirror below `checkpoint.mirror`: EXPERIMENT/NAME, since several runs share a drive.
+
+    A run that was restored to another place keeps the mirror that it came from.
+    """
+    known = _read_index(folder).get("target")
+    if isinstance(known, str) and Path(root).absolute() in Path(known).parents:
+        return Path(known)
+    return Path(root, *folder.absolute().parts[-2:])
+
+
+def has_mirror(folder: Path, root: str) -> bool:
+    """Whether the mirror of a run exists below `checkpoint.mirror`, and not only its place."""
+    there = place_of_mirror(folder, root)
+    known = _read_index(folder).get("id")
+    return known is not None and is_mirror(there) and _read_index(there)["id"] == known
 
 
 def is_mirror(folder: str | os.PathLike[str]) -> bool:

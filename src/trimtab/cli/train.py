@@ -96,6 +96,9 @@ def resume(
     run: RunFolder,
     from_step: Annotated[str | None, typer.Option("--from", help="Checkpoint to resume from: step-100.")] = None,
     out: Annotated[str | None, typer.Option(help="Folder to copy a mirror to. Default: runs/EXPERIMENT/NAME.")] = None,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Agree to execute Python code of the model that the run names.")
+    ] = False,
     device: Device = None,
     sets: Sets = None,
     quiet: Quiet = False,
@@ -105,7 +108,16 @@ def resume(
     from trimtab.run import resume as resume_run
 
     mode = set_verbosity(quiet, json_lines)
-    finish(resume_run(run, from_step=from_step, sets=sets or [], out=out, progress=mode, device=device), mode)
+    result = resume_run(
+        run,
+        from_step=from_step,
+        sets=sets or [],
+        out=out,
+        trust_remote_code=trust_remote_code,
+        progress=mode,
+        device=device,
+    )
+    finish(result, mode)
 
 
 def finish(result: "Result", mode: str) -> None:

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.addresses import redact
+from trimtab.build.consent import check_address_is_given
 from trimtab.build.data import run_name
-from trimtab.errors import RecipeError, TrimtabError, UserError
+from trimtab.errors import RecipeError, TrimtabError, UserError, as_argument
 from trimtab.log import quiet_package
 from trimtab.recipe.schema import Recipe
 from trimtab.runs.run_folder import find_run
@@ -77,7 +78,7 @@ def log_results(results: Results, uri: str, experiment: str, parent: str | None 
     Raises:
         TrimtabError: If the server cannot be reached, or rejects the data.
     """
-    with mlflow_environment(), quiet_package("mlflow"):
+    with mlflow_environment(uri), quiet_package("mlflow"):
         try:
             server = MlflowServer(uri)
             run_id = _log(server, server.experiment_id(experiment), results, parent)
@@ -117,6 +118,8 @@ def _place(model: str, facts: Mapping[str, Any]) -> tuple[str, str, str | None]:
     uri = tracking_uri("local" if recipe is None else recipe.track.uri, folder)
     if uri is None:
         raise RecipeError(f"tracking is switched off for {folder}", "unset TRIMTAB_TRACK, or set track.uri")
+    cure = f"if you trust it: trimtab track sync {as_argument(folder)} --to {as_argument(redact(uri))}"
+    check_address_is_given(folder, uri, cure)
     tracking = Tracking.read(folder)
     states = [] if tracking is None else [state for state in tracking.servers if state.uri == redact(uri)]
     return uri, states[0].experiment or experiment if states else experiment, states[0].run_id if states else None

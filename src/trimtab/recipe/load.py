@@ -37,10 +37,17 @@ _DATA_SUFFIXES = {".csv", ".tsv", ".jsonl", ".ndjson", ".parquet"}
 
 @dataclass(frozen=True)
 class LoadedRecipe:
-    """A recipe and the origin of each value: "default", "FILE:LINE", "--flag" or "--set"."""
+    """A recipe and the origin of each value: "default", "FILE:LINE", "--flag" or "--set".
+
+    Attributes:
+        recipe: The recipe.
+        origins: The origin of each value, by dotted key.
+        changed: The keys of a resumed run that the user set, and not the run's files.
+    """
 
     recipe: Recipe
     origins: dict[str, str]
+    changed: frozenset[str] = frozenset()
 
 
 def as_loaded(recipe: Any) -> LoadedRecipe:
@@ -131,7 +138,10 @@ def load_to_resume(
     loaded = _load(layers, sets, "--set")
     if loaded.recipe.out != str(folder):
         raise RecipeError(f"out is {loaded.recipe.out!r}, but the run resumes in {folder}", "leave it out")
-    return replace(loaded, origins=_first_origins(loaded.origins, source)) if isinstance(source, Path) else loaded
+    # before the origins in the file's comments replace these
+    changed = frozenset(key for key, origin in loaded.origins.items() if origin in ("--set", "resume"))
+    origins = _first_origins(loaded.origins, source) if isinstance(source, Path) else loaded.origins
+    return replace(loaded, origins=origins, changed=changed)
 
 
 def _first_origins(origins: Mapping[str, str], path: Path) -> dict[str, str]:

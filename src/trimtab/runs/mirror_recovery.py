@@ -6,6 +6,7 @@ from trimtab.checkpoint.disk_errors import cure_for_os_error
 from trimtab.checkpoint.mirror import is_mirror, restore
 from trimtab.errors import CheckpointError, RecipeError, as_argument
 from trimtab.log import say
+from trimtab.runs.consent import forget_consent
 from trimtab.runs.lost_status import RESTORING
 from trimtab.runs.run_folder import find_run, read_status
 
@@ -37,6 +38,7 @@ def recover(run: Path, out: str | None) -> Path:
     try:
         target.mkdir(parents=True, exist_ok=True)
         mark.touch()
+        forget_consent(target)  # of a run that was here before
         restore(run, target)
         mark.unlink()
     except OSError as error:

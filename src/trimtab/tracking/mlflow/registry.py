@@ -9,7 +9,7 @@ import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import urlparse
@@ -61,6 +61,11 @@ class TrackedModel:
         """Restore a record; if it names the server `uri`, that address is used, which may have credentials."""
         stored = redact(record["uri"])
         return cls(record["asked"], uri if redact(uri) == stored else stored, record["exact"], record["words"])
+
+
+def is_record(found: Any) -> bool:
+    """Whether a value of `run.json` is what `TrackedModel.as_dict` returns."""
+    return isinstance(found, dict) and all(isinstance(found.get(one.name), str) for one in fields(TrackedModel))
 
 
 def is_tracked_model(text: str) -> bool:
@@ -166,7 +171,7 @@ def _server(uri: str | None) -> Iterator[tuple["MlflowClient", str]]:
         raise RecipeError(
             f"there is no tracking store {path}", f"{cure}; or --uri ADDRESS, or MLFLOW_TRACKING_URI, for a server"
         )
-    with mlflow_environment(), quiet_package("mlflow"):
+    with mlflow_environment(address), quiet_package("mlflow"):
         from mlflow import MlflowClient
         from mlflow.exceptions import MlflowException
 

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from trimtab.addresses import redact
 from trimtab.checkpoint.disk_errors import failed_path
 from trimtab.errors import UserError
-from trimtab.tracking.mlflow.uri import artifact_location, sqlite_file
+from trimtab.tracking.mlflow.uri import artifact_location, gets_credentials, sqlite_file
 
 T = TypeVar("T")
 
@@ -42,6 +42,7 @@ _DEFAULTS = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "MLFLOW_LOGGING_LEVEL": "CRITICAL",  # it logs a traceback each time a database is locked
 }
+_CREDENTIALS = ("MLFLOW_TRACKING_TOKEN", "MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD")
 _DENIED = {"UNAUTHENTICATED", "CUSTOMER_UNAUTHORIZED", "PERMISSION_DENIED"}
 _INVALID = {"INVALID_PARAMETER_VALUE", "MALFORMED_REQUEST"}
 
@@ -81,21 +82,30 @@ class ExperimentDeleted(UserError):
 
 
 @contextlib.contextmanager
-def _environment(values: Mapping[str, str]) -> Iterator[None]:
+def _environment(values: Mapping[str, str | None]) -> Iterator[None]:
     before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
     try:
+        _set_variables(values)
         yield
     finally:
-        for name, value in before.items():
-            os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value
+        _set_variables(before)
 
 
-def mlflow_environment() -> contextlib.AbstractContextManager[None]:
-    """Return a context in which mlflow neither retries for minutes, nor prints, nor sends telemetry."""
-    return _environment(_FORCED | {name: os.environ.get(name, value) for name, value in _DEFAULTS.items()})
+def _set_variables(values: Mapping[str, str | None]) -> None:
+    for name, value in values.items():
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value
+
+
+def mlflow_environment(uri: str) -> contextlib.AbstractContextManager[None]:
+    """Return a context in which mlflow neither retries for minutes, nor prints, nor sends telemetry.
+
+    Args:
+        uri: The server that is used in it; credentials of another one are hidden.
+    """
+    hidden = {} if gets_credentials(uri) else dict.fromkeys(_CREDENTIALS)
+    return _environment(_FORCED | {name: os.environ.get(name, value) for name, value in _DEFAULTS.items()} | hidden)
 
 
 class MlflowServer:
@@ -241,6 +251,8 @@ def describe_failure(error: Exception, uri: str) -> UploadFailure:
         if "PERMISSION" in code:
             return UploadFailure(f"{server} does not allow this user to write", "ask its owner for permission")
         cure = "set MLFLOW_TRACKING_TOKEN, or MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
+        if not gets_credentials(uri):
+            cure = f"those of the environment are for MLFLOW_TRACKING_URI: set that to {server}, and track.uri: local"
         return UploadFailure(f"{server} rejects the credentials", cure)
     if code == "RESOURCE_DOES_NOT_EXIST":
         return UploadFailure(f"{server} does not have this object: {text[:200]}", is_gone=True)

@@ -4,7 +4,9 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
+from urllib.parse import urlsplit
 
+from trimtab.addresses import redact
 from trimtab.errors import RecipeError
 
 RUNS = "runs"  # default parent of run folders
@@ -47,6 +49,15 @@ def check_address(uri: str) -> None:
 def default_uri(root: Path = Path(RUNS)) -> str:
     """Return the address that `local` means for runs below `root`: MLFLOW_TRACKING_URI, or the sqlite file there."""
     return os.environ.get(_SERVER, "").strip() or local_uri(root)
+
+
+def gets_credentials(uri: str) -> bool:
+    """Whether MLFLOW_TRACKING_TOKEN, _USERNAME and _PASSWORD may be sent to an address.
+
+    Next to an MLFLOW_TRACKING_URI they are those of that server, and are sent to no other.
+    """
+    given, asked = (urlsplit(redact(address)) for address in (os.environ.get(_SERVER, "").strip(), uri))
+    return given.scheme not in ("http", "https") or (given.scheme, given.netloc) == (asked.scheme, asked.netloc)
 
 
 def local_uri(root: Path) -> str:

@@ -148,7 +148,7 @@ def main() -> None:
     parent.listen()
     writer(progress=True)
     folder = Path(job["folder"])
-    with mlflow_environment(), upload_lock(folder, patience_s=60.0):
+    with mlflow_environment(job["uri"]), upload_lock(folder, patience_s=60.0):
         upload_until_over(folder, job["uri"], RunDescription(**job["about"]), parent, writer)
 
 

@@ -19,6 +19,7 @@ from typing import Any
 from trimtab.addresses import redact
 from trimtab.errors import as_argument
 from trimtab.log import say
+from trimtab.runs.consent import add_address
 from trimtab.runs.run_folder import actual_state
 from trimtab.runs.tracking_file import RunDescription, Tracking
 from trimtab.tracking.mlflow.uri import sqlite_file
@@ -53,6 +54,7 @@ class MlflowUploader:
 
     def start(self) -> None:
         """Start the process without waiting for it."""
+        add_address(self._folder, self._uri)
         command = [sys.executable, "-P", "-m", "trimtab.tracking.upload.process"]  # -P: no modules from the cwd
         # no GPU: packing the model needs none, and the planner has assigned the whole memory budget to the training
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "-1"}
