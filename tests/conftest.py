@@ -18,11 +18,18 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ["TRIMTAB_CACHE"] = "off"  # not the user's: own_folder has one
 os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="trimtab-state-")  # not the user's either
 os.environ["TRIMTAB_TRACK"] = "none"  # making a store takes seconds; tests of tracking take this away
+os.environ["TRIMTAB_CPU_PRECISION"] = "fp32"  # what `auto` is on a CPU: the same bits on every processor
 os.environ.pop("MLFLOW_TRACKING_URI", None)
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+from trimtab import log
+from trimtab.hardware.inventory import describe_slow_precision
+
+# Logged once in a process: not in the test that happens to be the first one in half precision.
+log._logged_once |= {describe_slow_precision(name, torch.device("cpu")) for name in ("fp16", "bf16", "bf16-pure")}
 
 atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
 

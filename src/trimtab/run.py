@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from trimtab.build.engine import build_engine
+from trimtab.build.engine import build_engine, with_stored_precision
 from trimtab.build.given_objects import with_given_objects
 from trimtab.build.parts import EndedRun
 from trimtab.build.resumed_recipe import recover_recipe
@@ -101,6 +101,7 @@ def fit(
     with engine.local_main_process_first():
         loaded = replace(loaded, recipe=with_given_objects(loaded.recipe, model, tokenizer))
     start = engine.decide_on_main_process(lambda: find_start_point(loaded.recipe, resume, fresh))
+    engine = with_stored_precision(engine, loaded.recipe, device, start.precision)
     run = resolve_run(loaded.recipe, engine, start.path if start.is_resumed else None, loss)
     folder = open_folder(start, engine)
     mode = progress if engine.is_main_process else "quiet"

@@ -7,9 +7,12 @@ import sys
 import pytest
 import torch
 
+from trimtab import Engine, Recipe
+from trimtab.build.engine import build_engine
 from trimtab.errors import DoesNotFit, RecipeError
 from trimtab.hardware import memory
-from trimtab.hardware.inventory import find_device, native_precision, take_inventory
+from trimtab.hardware.inventory import describe_slow_precision, find_device, native_precision, take_inventory
+from trimtab.planner.target import target_here
 
 
 @pytest.mark.slow
@@ -57,7 +60,35 @@ def test_the_inventory_of_a_cpu():
     inventory = take_inventory("cpu")
     assert inventory.memory_bytes > 2**28
     assert inventory.num_cpus >= 1
-    assert native_precision(find_device("cpu")) == "fp32"
+
+
+@pytest.mark.parametrize(
+    ("avx512", "amx", "auto"), [(False, False, "fp32"), (True, False, "bf16"), (False, True, "bf16")]
+)
+def test_auto_on_a_cpu_is_bf16_where_it_is_native(avx512, amx, auto, monkeypatch):
+    monkeypatch.delenv("TRIMTAB_CPU_PRECISION")
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx512)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
+    cpu = find_device("cpu")
+    assert native_precision(cpu) == auto == target_here("cpu").precision("auto")
+    assert Engine(mixed_precision="auto", device="cpu").mixed_precision == auto.replace("fp32", "no")
+    assert build_engine(Recipe(model="m", data={"train": "d"}), "cpu").mixed_precision == auto.replace("fp32", "no")
+    assert f"emulated on this CPU: correct, but many times slower than {auto}" in describe_slow_precision("fp16", cpu)
+    assert (describe_slow_precision("bf16-pure", cpu) is None) is (auto == "bf16")
+    assert describe_slow_precision("fp32", cpu) is describe_slow_precision("no", cpu) is None
+    monkeypatch.setenv("TRIMTAB_CPU_PRECISION", "fp32")
+    assert native_precision(cpu) == "fp32"
+    monkeypatch.setenv("TRIMTAB_CPU_PRECISION", "fp16")
+    with pytest.raises(RecipeError, match="TRIMTAB_CPU_PRECISION is 'fp16'"):
+        native_precision(cpu)
+
+
+def test_a_slow_precision_is_reported_once(monkeypatch, caplog):
+    caplog.set_level("INFO", logger="trimtab")
+    monkeypatch.setattr("trimtab.log._logged_once", set())
+    for _ in range(2):
+        Engine(mixed_precision="fp16", device="cpu")
+    assert caplog.messages == [describe_slow_precision("fp16", torch.device("cpu"))]
 
 
 GIB = 2**30

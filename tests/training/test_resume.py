@@ -155,3 +155,20 @@ def test_code_that_comes_with_a_model_is_never_run_in_silence(recipe, caplog):
         trusted = {"name": plain.model, "trust_remote_code": True}
         fit(plain.model_copy(update={"model": ModelSettings(**trusted), "out": "trusted"}), progress="quiet")
     assert "model.trust_remote_code is on" in caplog.text
+
+
+def test_a_resumed_run_keeps_the_precision_it_started_in(recipe, monkeypatch, caplog):
+    caplog.set_level("INFO", logger="trimtab")
+    settings = {"train": {"epochs": 1}, "checkpoint": {"every": "2 steps"}, "evaluate": {"every": "100 steps"}}
+    monkeypatch.setenv("TRIMTAB_CPU_PRECISION", "bf16")
+    whole = fit(recipe("whole", **settings), progress="quiet", device="cpu")
+    with pytest.raises(Stopped):
+        fit(recipe(**settings), callbacks=[Signals(2)], progress="quiet", device="cpu")
+    monkeypatch.setenv("TRIMTAB_CPU_PRECISION", "fp32")
+    monkeypatch.setattr("trimtab.log._logged_once", set())
+    Path("run/plan.json").unlink()
+    resumed = resume("run", progress="quiet", device="cpu")
+    assert whole.plan.precision == resumed.plan.precision == "bf16"
+    assert "the run stays in bf16, with which it started; precision auto would take fp32 on this device" in caplog.text
+    assert "bf16 is emulated on this CPU" in caplog.text
+    assert reproducible_lines("run")[-1] == reproducible_lines("whole")[-1]

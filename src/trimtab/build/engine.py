@@ -14,6 +14,7 @@ from trimtab.engine.engine import Engine
 from trimtab.engine.placement import to_device
 from trimtab.hardware.inventory import find_device, native_precision
 from trimtab.hardware.memory import keep_freed_memory, prefer_expandable_segments, resolve_budget
+from trimtab.log import say
 from trimtab.model.freeze import Freezing
 from trimtab.model.losses import Loss
 from trimtab.randomness import use_deterministic_kernels
@@ -35,11 +36,29 @@ def build_engine(recipe: Recipe, device: str | None) -> Engine:
     return Engine("no" if precision == "fp32" else precision, device=device)
 
 
+def with_stored_precision(engine: Engine, recipe: Recipe, device: str | None, stored: str | None) -> Engine:
+    """The engine of a resumed run, which keeps what `train.precision: auto` was where it started, slow or not.
+
+    Args:
+        engine: The engine for this device.
+        recipe: The recipe.
+        device: The device that was asked for.
+        stored: The precision in the plan of the run; None for a new run.
+    """
+    name = "no" if stored == "fp32" else stored
+    if stored is None or recipe.train.precision != "auto" or engine.mixed_precision == name:
+        return engine
+    here = native_precision(engine.device)
+    say(f"the run stays in {stored}, with which it started; precision auto would take {here} on this device")
+    return Engine(name, device=device)
+
+
 def compare_processes(recipe: Recipe, data: Data, tokens: Tokens, engine: Engine) -> None:
     """Check that all processes have the same recipe and the same rows."""
     if not engine.use_distributed:
         return
-    engine.require_same("recipe", flat(recipe.model_dump(mode="json")))
+    precision = {"train.precision": engine.mixed_precision}  # of `auto`, which depends on the device
+    engine.require_same("recipe", flat(recipe.model_dump(mode="json")) | precision)
     found: dict[str, Any] = {"rows": len(tokens.train), "tokens": int(sum(tokens.train.lengths))}
     with suppress(FingerprintError):
         found |= {"data.train": fingerprint([data.train]), "data.eval": fingerprint([data.eval])}

@@ -148,13 +148,13 @@ def build_checkpoints(recipe: Recipe, engine: Engine, folder: Folder, asked: Rec
     if settings.mirror is not None and engine.is_main_process:
         mirror = Mirror(folder.path, place_of_mirror(folder.path, settings.mirror), files=_MIRRORED)
     shelf = CheckpointsFolder(folder.path / CHECKPOINTS, keep=settings.keep)
-    settings_asked = asked.model_dump(mode="json")
+    settings_asked, precision = asked.model_dump(mode="json"), engine.mixed_precision.replace("no", "fp32")
     return Checkpoints(
         engine,
         shelf,
         mirror,
         on_saved=lambda step: folder.update(saved_step=step),
-        facts=lambda: {"settings": settings_asked, "run": folder.facts_for_checkpoint()},
+        facts=lambda: {"settings": settings_asked, "run": folder.facts_for_checkpoint(), "precision": precision},
     )
 
 

@@ -11,6 +11,7 @@ from trimtab.build.tracked_model import find_tracked_model
 from trimtab.data.metrics import metrics_of_task, near_metrics
 from trimtab.data.sources import check_source, is_here
 from trimtab.errors import UserError
+from trimtab.hardware.inventory import describe_slow_precision, find_device
 from trimtab.log import say
 from trimtab.model.load import check_config, load_config, load_tokenizer
 from trimtab.recipe.mistakes import Mistake, shown
@@ -20,6 +21,8 @@ from trimtab.tracking.mlflow.registry import is_tracked_model
 
 def missing_parts(recipe: Recipe) -> Iterator[Mistake]:
     """Yield a mistake for everything that a recipe names and that does not exist; if all exists, for unusable rows."""
+    if note := describe_slow_precision(recipe.train.precision, find_device()):
+        say(note)
     found = list(_missing_names(recipe))
     yield from found or _in_rows(recipe)
 

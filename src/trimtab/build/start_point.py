@@ -17,6 +17,7 @@ from trimtab.recipe.load import load_recipe
 from trimtab.recipe.schema import Recipe
 from trimtab.runs.lock import RunLock
 from trimtab.runs.lost_status import RECIPE
+from trimtab.runs.plan import stored_plan
 from trimtab.runs.run_folder import (
     CHECKPOINTS,
     HEARTBEAT_TIMEOUT_S,
@@ -60,6 +61,10 @@ def find_start_point(recipe: Recipe, resume: bool | str, fresh: bool) -> StartPo
 def _resumed(path: Path, run: Mapping[str, Any], recipe: Recipe, step: int | None) -> StartPoint:
     shelf = CheckpointsFolder(path / CHECKPOINTS)
     stored = shelf.open(step)
+    plan = stored_plan(path)
+    precision = None if plan is None else plan.precision
+    if stored is not None:  # older versions did not write it
+        precision = stored.facts.get("precision", precision)
     found = _compare(path, None if stored is None else stored.facts.get("settings"), recipe)
     if stored is None:
         scratch = f"trimtab train {as_argument(path / RECIPE)} --out {as_argument(path)} --fresh"
@@ -75,11 +80,12 @@ def _resumed(path: Path, run: Mapping[str, Any], recipe: Recipe, step: int | Non
                 f"restore it; or start a new run from the best model: model: {path}; or start from scratch: {scratch}",
             )
         say(f"{path} contains no checkpoint yet: the run starts from scratch")
-        return StartPoint(path, is_resumed=True)
+        return StartPoint(path, is_resumed=True, precision=precision)
     return StartPoint(
         path,
         stored.folder,
         is_resumed=True,
+        precision=precision,
         is_longer=any(difference.is_about_length for difference in found),
         is_branch=step is not None and any(not difference.is_harmless for difference in found),
     )

@@ -35,8 +35,9 @@ from trimtab.engine.prepared_parts import PreparedParts, check_parts, compile_mo
 from trimtab.engine.saved_state import SavedState
 from trimtab.engine.tracker_group import TrackerGroup
 from trimtab.errors import PrepareError, RecipeError
-from trimtab.hardware.inventory import find_device, native_precision
+from trimtab.hardware.inventory import describe_slow_precision, find_device, native_precision
 from trimtab.hardware.memory import release_cached_memory
+from trimtab.log import log_info_once
 from trimtab.model.captured_micro_batch import CapturedMicroBatch
 from trimtab.model.precision import Precision
 from trimtab.randomness import random_state, restore_random_state, set_seed
@@ -178,6 +179,8 @@ class Engine(AccelerateInterface, ProcessInterface):
         self._forward_backward = ForwardBackward(self._prepared, captures=cuda_graphs, compiles=compile_blocks)
         self._saved_state = SavedState(world, self._prepared, self._scaler, self._forward_backward)
         self.state = ProcessState(world, device, precision.name)
+        if self.is_local_main_process and (note := describe_slow_precision(precision.name, device)):
+            log_info_once(note)
         self.gradient_state = GradientState(accumulation, loaders)
         if seed is not None:
             set_seed(seed)

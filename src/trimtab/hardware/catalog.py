@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from trimtab.errors import RecipeError
-from trimtab.hardware.inventory import Inventory, find_device, take_inventory
+from trimtab.hardware.inventory import Inventory, find_device, native_precision, take_inventory
 
 GIB = 2**30
 _HOST_OP_S = 6e-6  # to launch a small operation without autograd; 6 and 10 µs measured on the hosts of two H200s
@@ -207,7 +207,9 @@ def identify_device(inventory: Inventory) -> Device | None:
     The memory has to match as well: laptop and reduced versions have the same name with less memory and fewer cores.
     """
     if inventory.device == "cpu":
-        return replace(CATALOG["cpu"], memory_bytes=inventory.memory_bytes)
+        cpu = replace(CATALOG["cpu"], memory_bytes=inventory.memory_bytes)
+        has_bf16 = native_precision(torch.device("cpu")) == "bf16"
+        return replace(cpu, bf16=2 * cpu.fp32, native_bf16=True) if has_bf16 else cpu
     device = _look_up(inventory.name)
     if device is None or abs(inventory.memory_bytes / device.memory_bytes - 1) > 0.1:
         return None

@@ -100,12 +100,29 @@ def take_inventory(requested: str | torch.device | None = None) -> Inventory:
 def native_precision(device: torch.device) -> str:
     """The precision for `auto`: bf16 if it is native, fp16 on other CUDA devices, else fp32.
 
-    `torch.cuda.is_bf16_supported` is not used because it counts emulation: it is true for a T4, where bf16 is ten times
-    slower than fp16.
+    On a CPU, TRIMTAB_CPU_PRECISION (fp32 or bf16) decides instead of the processor. `torch.cuda.is_bf16_supported` is
+    not used because it counts emulation: it is true for a T4, where bf16 is ten times slower than fp16.
     """
-    if device.type == "cpu":
-        return "fp32"
+    wanted = os.environ.get("TRIMTAB_CPU_PRECISION") if device.type == "cpu" else None
+    if wanted not in (None, "", "fp32", "bf16"):
+        raise RecipeError(f"TRIMTAB_CPU_PRECISION is {wanted!r}", "set it to fp32 or bf16, or unset it")
+    if wanted:
+        return wanted
     inventory = take_inventory(device)
     if inventory.native_bf16:
         return "bf16"
     return "fp16" if device.type == "cuda" else "fp32"
+
+
+def describe_slow_precision(precision: str, device: torch.device) -> str | None:
+    """Say that a device emulates a precision, and what is fast there; None if it does not."""
+    dtype = precision.removesuffix("-pure")
+    if device.type not in ("cpu", "cuda") or dtype not in ("bf16", "fp16"):
+        return None
+    fast = native_precision(device)
+    if dtype == fast or (dtype == "fp16" and device.type == "cuda"):
+        return None
+    return (
+        f"{precision} is emulated on this {device.type.upper().replace('CUDA', 'GPU')}: correct, but many times slower "
+        f"than {fast}, which precision auto takes here"
+    )

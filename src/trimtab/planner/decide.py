@@ -1,11 +1,9 @@
 """Choose the specification of a step: resolve `auto`, with or without a search."""
 
-import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -192,14 +190,6 @@ def decide(
             if engine.is_main_process:
                 say(f"no trial step could be measured ({error}): {_words_on_trying()}")
     return Decision(question.without_plan(stored)) if found is None else found
-
-
-def stored_plan(folder: Path) -> Plan | None:
-    """The plan of the run in a folder, if there is one."""
-    try:
-        return Plan.from_dict(json.loads((folder / "plan.json").read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError, KeyError):
-        return None
 
 
 def _is_planned(recipe: Recipe, device: torch.device) -> bool:

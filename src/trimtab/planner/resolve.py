@@ -13,9 +13,10 @@ from trimtab.build.plan import build_plan
 from trimtab.build.teacher import build_teacher
 from trimtab.build.tracked_model import find_tracked_model, with_model_here
 from trimtab.engine.engine import Engine
-from trimtab.planner.decide import decide, stored_plan
+from trimtab.planner.decide import decide
 from trimtab.planner.trial_step import TrialSteps
 from trimtab.recipe.schema import Recipe
+from trimtab.runs.plan import stored_plan
 
 
 def resolve_run(

@@ -8,7 +8,7 @@ import torch
 
 from trimtab.errors import RecipeError
 from trimtab.hardware.catalog import Device, find, identify_device, measure_device
-from trimtab.hardware.inventory import find_device, take_inventory
+from trimtab.hardware.inventory import find_device, native_precision, take_inventory
 from trimtab.hardware.memory import (
     free_host_memory,
     free_memory,
@@ -92,7 +92,7 @@ class Target:
         if wanted != "auto":
             return wanted
         if self.is_cpu:
-            return "fp32"
+            return native_precision(torch.device("cpu"))
         return "bf16" if self.device.native_bf16 else "fp16"
 
     def room(self, spare: float) -> int:

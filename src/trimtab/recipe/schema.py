@@ -198,7 +198,7 @@ class TrainSettings(Section):
     precision: Literal["auto", "fp32", "tf32", "fp16", "bf16", "bf16-pure"] = "auto"
     """fp16 and bf16 = mixed precision; bf16-pure = weights, gradients and optimizer state in bf16 with stochastic
     rounding; tf32 = fp32 with TF32 matrix products on NVIDIA GPUs; auto = bf16 if the device supports it natively, else
-    fp16 on a GPU and fp32 on a CPU."""
+    fp16 on a GPU and fp32 on a CPU; a resumed run keeps what auto was."""
     freeze: dict[str, FreezeDuration] = {}
     """Parameters to freeze, and for how long: {base: always}, {base: 200 steps}, {'*.layer.0.*': 1 epoch}; base =
     everything except the head; other keys are patterns of module names."""

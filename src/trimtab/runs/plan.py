@@ -1,7 +1,9 @@
 """The plan of a run: all settings that the recipe left open, chosen before the first step and written to plan.json."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any, Self
 
 from trimtab.runs.outlook import AnyOutlook, outlook_as_dict, read_outlook
@@ -115,6 +117,14 @@ class Plan:
             f"{self.num_steps:,} steps of {self.batch_size} rows{cut} ({self.steps_per_epoch:,} per epoch), "
             f"warmup {self.warmup_steps:,}; best model by {self.metric}",
         ]
+
+
+def stored_plan(folder: Path) -> Plan | None:
+    """The plan of the run in a folder, if there is one."""
+    try:
+        return Plan.from_dict(json.loads((folder / "plan.json").read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
 
 
 def _millions(count: int) -> str:

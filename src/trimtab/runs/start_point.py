@@ -13,4 +13,5 @@ class StartPoint:
     replaces_run: bool = False  # the folder contains a run, which is removed once the new one is known to start
     is_resumed: bool = False  # the folder already contains a run
     is_longer: bool = False  # the recipe changes the length of the run, or the patience of early stopping
+    precision: str | None = None  # in which a resumed run started
     is_branch: bool = False  # resumed from a checkpoint that the user named, with a recipe that changes the results
