@@ -1,8 +1,7 @@
 """The position of a run in its training data: which rows follow a step, however they are split into micro-batches."""
 
 from collections.abc import Iterator
-from contextlib import nullcontext
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -42,10 +41,15 @@ class DataPosition:
 
     def windows(self, step: int) -> Iterator[tuple[int, Iterator[dict[str, torch.Tensor]]]]:
         """Yield, for each batch left in the epoch, its number of micro-batches and an iterator that loads them."""
-        with preserve_host_random_state() if self._is_retry else nullcontext():
-            micro_batches = iter(self._batches)  # first: it sets the epoch of the sampler, which determines the sizes
+        epoch, num_done = self.locate(step)
+        sampler = self._batches.batch_sampler
+        sampler.set_epoch(epoch)  # it determines the sizes; the loader itself sets it with its first batch
+        micro_batches = iter(self._batches)
+        if self._is_retry:
+            with preserve_host_random_state():  # the first batch starts the loader, which draws a random number
+                micro_batches = chain(list(islice(micro_batches, 1)), micro_batches)
         self._is_retry = False
-        for size in self._batches.batch_sampler.window_sizes()[self.locate(step)[1] :]:
+        for size in sampler.window_sizes()[num_done:]:
             yield size, islice(micro_batches, size)
 
     def rows_of(self, step: int) -> list[int]:
