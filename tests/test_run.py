@@ -314,9 +314,10 @@ def test_a_run_is_named_after_its_data_and_never_after_a_glob(source, name):
     assert run_name(Recipe(model="x", data={"train": source})) == name
 
 
-def test_smoothing_is_refused_with_an_own_loss(bert):
-    recipe = Recipe(model=bert, data={"train": ROWS}, train={"label_smoothing": 0.1, "max_steps": 1})
-    with pytest.raises(RecipeError, match="label_smoothing"):
+@pytest.mark.parametrize("setting", [{"label_smoothing": 0.1}, {"class_weights": "balanced"}])
+def test_settings_of_the_loss_are_refused_with_an_own_loss(bert, setting):
+    recipe = Recipe(model=bert, data={"train": ROWS}, train={"max_steps": 1, **setting})
+    with pytest.raises(RecipeError, match=next(iter(setting))):
         quick(recipe, loss=lambda outputs, batch: outputs.logits.mean())
 
 

@@ -32,7 +32,7 @@ def test_rows_in_both_sets_are_counted():
         (["pos", "neg", "NA"] * 8, "'NA' is trained like any other label"),
         (["pos", "neg", "nan", "N/A"] * 6, "'N/A', 'nan' are trained like any other label"),
         (["pos", "neg", "Pos"] * 8, "'Pos', 'pos' are different labels"),
-        (["pos"] * 22 + ["neg"] * 2, "22 training rows have 'pos' and 2 'neg' (11:1)"),
+        (["pos"] * 22 + ["neg"] * 2, "22 training rows have 'pos' and 2 'neg' (11:1; see train.class_weights)"),
         ([["a"], ["A", "b"]] * 12, "'A', 'a' are different labels"),
     ],
 )

@@ -15,7 +15,11 @@ RECIPES = {
         "train": COMMON | {"momentum": 0.5, "weight_decay": 0.01},
         "evaluate": {"metric": "auc"},
     },
-    "micro": {"train": COMMON | {"freeze": {"base": "3 steps"}}, "memory": {"micro_batch": 2}, "limits": {"eval": 2}},
+    "micro": {
+        "train": COMMON | {"freeze": {"base": "3 steps"}, "class_weights": {"good": 3, "bad": 0.4}},
+        "memory": {"micro_batch": 2},
+        "limits": {"eval": 2},
+    },
     "lm": {"task": "causal-lm", "train": COMMON | {"batch_size": 3}, "memory": {"micro_batch": 1}},
     "overfit": {"train": COMMON, "limits": {"overfit_batches": 2}, "early_stopping": {"metric": "loss", "patience": 2}},
     "packed": {"train": COMMON, "memory": {"padding": "none", "micro_batch_tokens": 24}},

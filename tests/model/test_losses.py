@@ -87,6 +87,19 @@ def test_equals_the_loss_of_transformers_for_classifiers(name, kind, head, label
     assert all(p.grad is not None for p in model.score.parameters()) if name == "gpt2" else True
 
 
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_class_weights_are_those_of_torch(smoothing):
+    logits, labels, weights = torch.randn(6, 3), torch.tensor([0, 1, 2, 0, 0, 1]), [0.5, 2.0, 3.25]
+    loss = build_loss("cross-entropy", label_smoothing=smoothing, class_weights=weights)
+    step = loss(Fixed(logits), {"labels": labels})
+    wanted = functional.cross_entropy(logits, labels, torch.tensor(weights), label_smoothing=smoothing)
+    torch.testing.assert_close(step.value, wanted)
+    assert float(step.weight) == 3 * 0.5 + 2 * 2.0 + 3.25
+    for kind in ("binary-cross-entropy", "mse", "token-cross-entropy"):
+        with pytest.raises(RecipeError, match="class_weights have no effect"):
+            build_loss(kind, class_weights=weights)
+
+
 @pytest.mark.parametrize("smoothing", [0.0, 0.1, 0.5])
 def test_label_smoothing_is_that_of_torch(smoothing):
     logits, labels = torch.randn(6, 5), torch.tensor([0, 1, 2, 3, 4, 0])

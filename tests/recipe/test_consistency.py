@@ -24,6 +24,8 @@ def data(**columns):
         ({"train": {"schedule": "noam"}}, "train.warmup"),
         ({"train": {"max_steps": 10, "epochs": 5}}, "train.epochs"),
         ({"train": {"label_smoothing": 0.1}, "task": "regress"}, "train.label_smoothing"),
+        ({"train": {"class_weights": "balanced"}, "task": "chat"}, "train.class_weights"),
+        ({"train": {"class_weights": {"a": 2}}, "distill": {"teacher": "t"}}, "train.class_weights"),
         ({"train": {"batch_size": 4}, "memory": {"micro_batch": 8}}, "memory.micro_batch"),
         ({"train": {"optimizer": "paged-adagrad8bit", "betas": [0.9, 0.98]}}, "train.betas"),
         ({"train": {"optimizer": "adafactor", "precision": "bf16-pure"}}, "train.precision"),

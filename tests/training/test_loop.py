@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.nn import functional
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import tiny_runs
 import trimtab
@@ -121,17 +123,17 @@ CHATS = [{"prompt": row["text"], "answer": " ".join([row["label"]] * (1 + i % 5)
 
 
 @pytest.mark.parametrize(
-    ("task", "name", "rows"),
+    ("task", "name", "rows", "own"),
     [
-        ("classify", "bert", ROWS[:30]),
-        pytest.param("causal-lm", "gpt2", [{"text": row["text"]} for row in ROWS[:30]], marks=pytest.mark.slow),
-        ("chat", "gpt2", CHATS[:30]),
+        ("classify", "bert", ROWS[:30], {"class_weights": {"good": 7, "bad": 0.3}}),
+        pytest.param("causal-lm", "gpt2", [{"text": row["text"]} for row in ROWS[:30]], {}, marks=pytest.mark.slow),
+        ("chat", "gpt2", CHATS[:30], {}),
     ],
 )
-def test_micro_batches_change_nothing(train, tiny, task, name, rows):
+def test_micro_batches_change_nothing(train, tiny, task, name, rows, own):
     """Rows of unequal length, unequal numbers of tokens with loss, a short last batch, and clipping that bites."""
     data = {"train": rows, "eval_share": 0} | ({"max_length": 11} if task == "causal-lm" else {})
-    settings = {"epochs": 2, "lr": 0.5, "optimizer": "sgd", "schedule": "constant", "max_grad_norm": 0.2}
+    settings = {"epochs": 2, "lr": 0.5, "optimizer": "sgd", "schedule": "constant", "max_grad_norm": 0.2, **own}
     weights = {}
     for micro in ("auto", 1, 2, 4):
         watch = Watch()
@@ -147,6 +149,34 @@ def test_micro_batches_change_nothing(train, tiny, task, name, rows):
             assert ours.keys() == whole.keys()
             for name, weight in whole.items():  # each step sums in another order
                 assert_same_up_to_rounding(ours[name], weight, 100, size=max(1.0, float(weight.abs().max())))
+
+
+def test_balanced_class_weights_are_the_weighted_loss_of_torch(train, tiny):
+    """One step in micro-batches of unequal total weight, against the gradient of the whole batch."""
+    head = {"num_labels": 2, "id2label": {0: "bad", 1: "good"}, "label2id": {"bad": 0, "good": 1}}
+    folder = tiny.folder("bert", kind="sequence-classification", head=head, **NO_DROPOUT["bert"])
+    rows = [row for index, row in enumerate(ROWS[:40]) if index % 2 or index % 8 == 0]  # 20 good, 5 bad
+    settings = {"lr": 1.0, "optimizer": "sgd", "schedule": "constant", "max_grad_norm": None, "max_steps": 1}
+    settings |= {"batch_size": 25, "class_weights": "balanced", "log_every": 1, "precision": "fp32"}
+    watch = Watch()
+    result = train(
+        [watch], model=folder, data={"train": rows, "eval": HELD_OUT}, train=settings, memory={"micro_batch": 4}
+    )
+    model, tok = AutoModelForSequenceClassification.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    batch = tok([row["text"] for row in rows], padding=True, return_tensors="pt")
+    labels = torch.tensor([int(row["label"] == "good") for row in rows])
+    loss = functional.cross_entropy(model(**batch).logits, labels, torch.tensor([25 / (2 * 5), 25 / (2 * 20)]))
+    loss.backward()
+    (line,) = (line for line in lines_of(result.folder) if "loss" in line)
+    assert line["loss"] == pytest.approx(loss.item(), rel=1e-5)
+    for name, weight in model.named_parameters():
+        wanted = weight.detach() if weight.grad is None else weight.detach() - weight.grad
+        assert_same_up_to_rounding(watch.weights[0][name], wanted, 100, size=max(1.0, float(wanted.abs().max())))
+    plain = train(
+        model=folder, data={"train": rows, "eval": HELD_OUT}, train=settings | {"class_weights": None, "lr": 1e-9}
+    )
+    still = train(model=folder, data={"train": rows, "eval": HELD_OUT}, train=settings | {"lr": 1e-9})
+    assert still.fit.metrics["loss"] == pytest.approx(plain.fit.metrics["loss"], rel=1e-5), "evaluation is not weighted"
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])

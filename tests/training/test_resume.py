@@ -61,7 +61,12 @@ def recipe(own_folder, tiny):
 
 
 def test_an_evaluation_that_was_due_when_the_signal_came_is_made_up_for(recipe):
-    settings = {"evaluate": {"every": "5 steps"}}
+    # weighted rows in micro-batches: the expected weight of a window is a part of the state
+    settings = {
+        "evaluate": {"every": "5 steps"},
+        "train": {"class_weights": {"good": 2.7}},
+        "memory": {"micro_batch": 2},
+    }
     fit(recipe("whole", **settings), progress="quiet")
     with pytest.raises(Stopped):
         fit(recipe(**settings), callbacks=[Signals(5)], progress="quiet")

@@ -9,6 +9,7 @@ from trimtab.build.parts import Data, Loaded, Tokens
 from trimtab.data.notices import data_notices
 from trimtab.data.sources import Rows, hold_out_rows, load_rows
 from trimtab.data.streams import StreamNeed
+from trimtab.data.tasks.base import Task
 from trimtab.data.tasks.build import build_task
 from trimtab.data.tasks.columns import column_list, strings_in
 from trimtab.data.tasks.decoder_start import generation_start
@@ -22,6 +23,7 @@ from trimtab.techniques.adapter import num_virtual_tokens
 _USUAL_LENGTH = 1024  # of the rows made from texts, if data.max_length is not set
 _CHARACTERS_PER_TOKEN = 8  # more than any tokenizer has on average: rather too much text than too little
 _SHORTEST = 2  # minimum number of tokens of a row, of which the first is not a label
+_MAX_WEIGHTS = 20  # number of weights that are logged
 
 
 def build_data(recipe: Recipe) -> Data:
@@ -56,7 +58,17 @@ def build_data(recipe: Recipe) -> Data:
     notices = data_notices(task, train, held_out, is_held_out=settings.eval is None)
     for line in notices:
         say(line)
-    return Data(task, train, held_out, notices)
+    return Data(task, train, held_out, notices, _class_weights(recipe, task, train))
+
+
+def _class_weights(recipe: Recipe, task: Task, train: Rows) -> tuple[float, ...] | None:
+    wanted = recipe.train.class_weights
+    if wanted is None:
+        return None
+    weights = task.class_weights(wanted, train)
+    shown = [f"{name!r} {weight:.4g}" for name, weight in zip(task.head()["label2id"], weights, strict=True)]
+    say(f"class weights: {', '.join(shown[:_MAX_WEIGHTS])}{' …' if len(shown) > _MAX_WEIGHTS else ''}")
+    return weights
 
 
 def _stream_need(recipe: Recipe) -> StreamNeed | None:

@@ -18,12 +18,13 @@ from trimtab.tracking.mlflow.registry import TrackedModel
 
 @dataclass(frozen=True)
 class Data:
-    """Rows and their task, with lines about what is unusual in the rows."""
+    """Rows and their task, with lines about what is unusual in the rows, and the weights of labels if they have any."""
 
     task: Task
     train: Rows
     eval: Rows | None
     notices: tuple[str, ...] = ()
+    class_weights: tuple[float, ...] | None = None
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ _HARMLESS = {
     "track.register_as",
 }
 # compared as one value: mappings with keys chosen by the user, or that may also be a single word
-_WHOLE = ("model", "train.freeze", "adapter.ranks", "adapter.alphas")
+_WHOLE = ("model", "train.freeze", "train.class_weights", "adapter.ranks", "adapter.alphas")
 _WHOLE_TECHNIQUES = frozenset(technique.setting for technique in TECHNIQUES if "." in technique.setting)
 # may change: the new value applies from the resumed step on
 _FROM_HERE_ON = {

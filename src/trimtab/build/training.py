@@ -189,9 +189,14 @@ def _facts_of_rows(rows: Rows) -> dict[str, Any]:
 
 
 def _build_training_loss(run: ResolvedRun) -> Loss:
-    task, smoothing = run.data.task, run.recipe.train.label_smoothing
+    task, smoothing, weights = run.data.task, run.recipe.train.label_smoothing, run.data.class_weights
     if run.teacher is None:
-        return _build_loss(task, run.loss, smoothing, run.plan.spec)
+        if run.loss is not None and weights is not None:
+            raise RecipeError(
+                "train.class_weights is set, which has no effect on a custom loss",
+                "weight rows in your function, return (mean, sum of the weights), and remove the key",
+            )
+        return _build_loss(task, run.loss, smoothing, run.plan.spec, class_weights=weights)
     if run.loss is not None:
         raise RecipeError("a custom loss does not use the teacher of distill", "remove distill or the custom loss")
     request = LossRequest(task.loss_kind, task.shifts_labels, smoothing)
@@ -199,10 +204,17 @@ def _build_training_loss(run: ResolvedRun) -> Loss:
 
 
 def _build_loss(
-    task: Task, own: Callable[..., Any] | None, label_smoothing: float, spec: StepSpec, *, counts_hits: bool = False
+    task: Task,
+    own: Callable[..., Any] | None,
+    label_smoothing: float,
+    spec: StepSpec,
+    *,
+    counts_hits: bool = False,
+    class_weights: tuple[float, ...] | None = None,
 ) -> Loss:
     if own is None:
-        return make_loss(spec, LossRequest(task.loss_kind, task.shifts_labels, label_smoothing, counts_hits))
+        request = LossRequest(task.loss_kind, task.shifts_labels, label_smoothing, counts_hits, class_weights)
+        return make_loss(spec, request)
     if label_smoothing:
         raise RecipeError(
             f"train.label_smoothing is {label_smoothing}, which has no effect on a custom loss",

@@ -4,7 +4,7 @@ Each loss has a weight: the number of items (rows or tokens) in the mean, so mic
 Shapes: B rows, L positions, V tokens or classes, K labels or targets of a row.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -72,12 +72,22 @@ def build_loss(
     *,
     shifts_labels: bool = False,
     label_smoothing: float = 0.0,
+    class_weights: Sequence[float] | None = None,
 ) -> Loss:
     """Build the loss of a task; its arguments are those of `build_measure`."""
-    return _ModelLoss(build_measure(kind, shifts_labels=shifts_labels, label_smoothing=label_smoothing))
+    measure = build_measure(
+        kind, shifts_labels=shifts_labels, label_smoothing=label_smoothing, class_weights=class_weights
+    )
+    return _ModelLoss(measure)
 
 
-def build_measure(kind: str, *, shifts_labels: bool = False, label_smoothing: float = 0.0) -> "Measure":
+def build_measure(
+    kind: str,
+    *,
+    shifts_labels: bool = False,
+    label_smoothing: float = 0.0,
+    class_weights: Sequence[float] | None = None,
+) -> "Measure":
     """Build the function of logits and labels that computes the mean loss and the number of items in it.
 
     Args:
@@ -85,11 +95,17 @@ def build_measure(kind: str, *, shifts_labels: bool = False, label_smoothing: fl
             "token-cross-entropy" (one class per position; positions with label -100 are ignored).
         shifts_labels: Whether the logits at position t predict the label at t + 1, as in causal language models.
         label_smoothing: As in `torch.nn.CrossEntropyLoss`; for the two cross-entropies with one class only.
+        class_weights: A weight above 0 for each class, for "cross-entropy" only: the mean is weighted as in
+            `torch.nn.CrossEntropyLoss`, and the weights of the rows, not the rows, are counted.
     """
     if not 0.0 <= label_smoothing < 1.0:
         raise RecipeError(
             f"label_smoothing {label_smoothing} is not valid", "set train.label_smoothing to at least 0 and less than 1"
         )
+    if class_weights is not None:
+        if kind != "cross-entropy":
+            raise RecipeError(f"class_weights have no effect on a {kind} loss", "leave train.class_weights out")
+        return _WeightedRows(label_smoothing, class_weights)
     if kind == "cross-entropy":
         return partial(_row_cross_entropy, label_smoothing)
     if kind == "token-cross-entropy":
@@ -201,10 +217,30 @@ class _OwnLoss:
         return StepLoss(value.reshape(()), weight, torch.empty(0) if logits is None else logits.detach())
 
 
+class _WeightedRows:
+    """The measure of one class per row, with weights of the classes."""
+
+    def __init__(self, label_smoothing: float, class_weights: Sequence[float]) -> None:
+        self._label_smoothing = label_smoothing
+        self._weights = torch.tensor(class_weights, dtype=torch.float32)
+
+    def __call__(self, logits_BV: torch.Tensor, labels_B: torch.Tensor) -> Measured:
+        _check_rows(logits_BV, labels_B)
+        if self._weights.device != logits_BV.device:
+            self._weights = self._weights.to(logits_BV.device)
+        weights_V = self._weights
+        mean = functional.cross_entropy(logits_BV, labels_B, weights_V, label_smoothing=self._label_smoothing)
+        return mean, weights_V[labels_B].sum()
+
+
 def _row_cross_entropy(label_smoothing: float, logits_BV: torch.Tensor, labels_B: torch.Tensor) -> Measured:
+    _check_rows(logits_BV, labels_B)
+    return functional.cross_entropy(logits_BV, labels_B, label_smoothing=label_smoothing), labels_B.shape[0]
+
+
+def _check_rows(logits_BV: torch.Tensor, labels_B: torch.Tensor) -> None:
     if logits_BV.dim() != 2 or labels_B.shape != logits_BV.shape[:1]:
         raise _shapes_differ(logits_BV, labels_B, "(rows, classes) and (rows)")
-    return functional.cross_entropy(logits_BV, labels_B, label_smoothing=label_smoothing), labels_B.shape[0]
 
 
 def _token_cross_entropy(

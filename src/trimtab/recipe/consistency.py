@@ -97,6 +97,12 @@ def _in_training(recipe: "Recipe") -> Iterator[Mistake]:
     if train.label_smoothing and recipe.task == "regress":
         text = f"found {shown(train.label_smoothing)}; task regress has no classes; leave it out"
         yield _mistake("train.label_smoothing", text, "task")
+    if train.class_weights is not None and recipe.task not in (None, "classify"):
+        text = f"found {shown(train.class_weights)}; task {recipe.task} has no classes; leave it out"
+        yield _mistake("train.class_weights", text, "task")
+    if train.class_weights is not None and recipe.distill is not None:
+        text = f"found {shown(train.class_weights)}; the loss of distill has no class weights; leave one of them out"
+        yield _mistake("train.class_weights", text, "distill")
     if train.precision == "bf16-pure" and train.optimizer == "adafactor":
         text = "found bf16-pure; adafactor has no stochastic rounding, and small updates would be lost"
         yield _mistake("train.precision", f"{text}; write bf16, or train.optimizer: adamw8bit", "train.optimizer")

@@ -30,6 +30,7 @@ from trimtab.recipe.value_types import (
     BatchLimit,
     BlockRange,
     Budget,
+    ClassWeights,
     Column,
     Duration,
     FastDevRun,
@@ -195,6 +196,10 @@ class TrainSettings(Section):
     for memory.update: in-backward (the first step is not clipped)."""
     label_smoothing: Fraction = 0.0
     """Share of the target probability to spread over all classes."""
+    class_weights: ClassWeights | None = None
+    """Weight of each label in the training loss, for one label per row: balanced = rows / (labels × rows of the label);
+    or {label: weight}, where labels that are not named have 1. The loss of a batch is the weighted mean over its rows;
+    evaluation is not weighted."""
     precision: Literal["auto", "fp32", "tf32", "fp16", "bf16", "bf16-pure"] = "auto"
     """fp16 and bf16 = mixed precision; bf16-pure = weights, gradients and optimizer state in bf16 with stochastic
     rounding; tf32 = fp32 with TF32 matrix products on NVIDIA GPUs; auto = bf16 if the device supports it natively, else

@@ -282,6 +282,21 @@ def _layer_term(value: Any) -> dict[str, Any]:
     return {"weight": float(weight), "layers": pairs}
 
 
+def _class_weights(value: Any) -> str | dict[str, float]:
+    """Parse `balanced`, or {label: weight}; labels are text, as in the data."""
+    if not isinstance(value, Mapping):
+        if _word(value) != "balanced":
+            raise ValueError
+        return "balanced"
+    weights = {str(label).lower() if isinstance(label, bool) else str(label): each for label, each in value.items()}
+    for label, weight in weights.items():
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < float("inf"):
+            raise ValueError(f"has no weight above 0 for {label!r}")
+    if not weights:
+        raise ValueError("is empty")
+    return {label: float(weight) for label, weight in weights.items()}
+
+
 def _source(value: Any, info: ValidationInfo) -> Any:
     """Accept text, and from Python also any iterable of rows."""
     if isinstance(value, str):
@@ -382,6 +397,8 @@ _LAYERS = "{layers: half}, {layers: 3}, or {layers: [0, 2, 5]}"
 StudentLayers = Annotated[Any, Parsed(_LAYERS, _student, "object")]
 _TERM = "a weight from 0, or {weight: 1.0, layers: {0: 1, 1: 3}}"
 LayerTerm = Annotated[Any, Parsed(_TERM, _layer_term, "number object")]
+_WEIGHTS = "balanced, or a weight above 0 for each label: {spam: 3, ham: 1}"
+ClassWeights = Annotated[Any, Parsed(_WEIGHTS, _class_weights, "string object")]
 FastDevRun = Annotated[bool | int, Parsed("true, false, or a number of steps", _fast_dev_run, "boolean integer")]
 FolderName = Annotated[str, AfterValidator(_folder_name), Allowed("text without slashes")]
 _URI = "local | none | databricks, or an address such as http://host:5000 or sqlite:///runs/mlflow.db"

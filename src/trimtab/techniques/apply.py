@@ -161,7 +161,12 @@ def change_model(model: torch.nn.Module, values: Values, site: Site, phases: Ite
 
 def make_loss(spec: StepSpec, request: LossRequest) -> Loss:
     """The loss of a task, computed as the specification says."""
-    loss = build_loss(request.kind, shifts_labels=request.shifts_labels, label_smoothing=request.label_smoothing)
+    loss = build_loss(
+        request.kind,
+        shifts_labels=request.shifts_labels,
+        label_smoothing=request.label_smoothing,
+        class_weights=request.class_weights,
+    )
     for technique in TECHNIQUES:
         loss = technique.change_loss(loss, spec[technique.key], request)
     return loss

@@ -220,6 +220,7 @@ class LossRequest:
     shifts_labels: bool = False
     label_smoothing: float = 0.0
     counts_hits: bool = False
+    class_weights: tuple[float, ...] | None = None
 
 
 @dataclass(frozen=True)

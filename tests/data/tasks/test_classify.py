@@ -210,6 +210,19 @@ def test_columns_that_hold_no_classes(labels, problem):
     assert problem in caught.value.problem
 
 
+def test_class_weights():
+    """Balanced: every label that occurs has the same total weight, and the mean weight of a row is 1."""
+    rows = Rows({"text": ["film"] * 8, "label": [0] * 6 + [2] * 2}, "mine.csv", {"label": ["a", "b", "c"]})
+    task = build_task("classify", rows)
+    assert task.class_weights("balanced", rows) == (8 / 12, 1.0, 2.0)
+    assert task.class_weights({"c": 3.0, "a": 0.5}, rows) == (0.5, 1.0, 3.0)
+    with pytest.raises(DataError, match="a weight for 'd', which is not one of the labels 'a', 'b', 'c'"):
+        task.class_weights({"d": 1.0}, rows)
+    several = make_rows(text=TEXTS[:2], label=[["a"], ["a", "b"]])
+    with pytest.raises(DataError, match="does not have exactly one label"):
+        build_task("classify", several).class_weights("balanced", several)
+
+
 def test_lists_that_do_not_fit_the_labels(bert):
     task = build_task(None, make_rows(text=TEXTS, label=[[0, 1], [1, 0], [1, 1], [0, 0]]))
     for bad in ([1], [0, 2], "x", None):

@@ -4,7 +4,7 @@ A task is built once from the training rows (`build.build_task`) and bound to a 
 only the methods of `Task`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -107,6 +107,17 @@ class Task:
     def notices(self, rows: Rows) -> list[str]:
         """Return lines about what is unusual in usable training rows."""
         return []
+
+    def class_weights(self, wanted: str | Mapping[str, float], rows: Rows) -> tuple[float, ...]:
+        """Return the weight of each label in the loss, given usable training rows.
+
+        Raises:
+            DataError: If rows do not have one label each.
+        """
+        raise DataError(
+            f"train.class_weights is set, but a row of task {self.name} does not have exactly one label",
+            "leave train.class_weights out",
+        )
 
     def encode(self, rows: Rows, tokenizer: Any, max_length: int) -> TokenDataset:
         """Tokenize the usable rows to examples of at most `max_length` tokens."""

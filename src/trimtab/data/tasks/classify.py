@@ -1,5 +1,6 @@
 """Classification of texts or sentence pairs, with one label or several labels per row."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor
 from trimtab.data.rows import Rows
 from trimtab.data.tasks.base import Batch, Problem, Task
 from trimtab.data.tasks.label_columns import FlagColumns, LabelColumns, OneLabel
-from trimtab.data.tasks.labels import imbalance, suspicious_labels
+from trimtab.data.tasks.labels import class_weights, imbalance, suspicious_labels
 from trimtab.data.tasks.texts import TextColumns
 from trimtab.data.tokens import TokenDataset
 
@@ -60,6 +61,12 @@ class Classify(Task):
         if isinstance(labels, OneLabel):
             found += imbalance(labels.labels.names, labels.values(rows), rows.origin)
         return found
+
+    def class_weights(self, wanted: str | Mapping[str, float], rows: Rows) -> tuple[float, ...]:
+        """Return the weight of each label in the loss, given usable training rows."""
+        if not isinstance(self._labels, OneLabel):
+            return super().class_weights(wanted, rows)
+        return class_weights(wanted, self._labels.labels.names, self._labels.values(rows))
 
     def encode_rows(self, rows: Rows, tokenizer: Any, max_length: int) -> TokenDataset:
         """Tokenize texts and number the labels."""

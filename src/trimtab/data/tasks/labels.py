@@ -4,7 +4,7 @@ A label is identified by its text: 1 in one file and "1" in another are the same
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from trimtab.data.tasks.columns import is_missing, list_values
@@ -140,8 +140,32 @@ def imbalance(names: Sequence[str], numbers: Sequence[int], origin: str) -> list
         return []
     return [
         f"{origin}: labels are imbalanced: {counts[most]:,} training rows have {names[most]!r} and {counts[least]:,} "
-        f"{names[least]!r} ({counts[most] / counts[least]:.0f}:1)"
+        f"{names[least]!r} ({counts[most] / counts[least]:.0f}:1; see train.class_weights)"
     ]
+
+
+def class_weights(wanted: str | Mapping[str, float], names: Sequence[str], numbers: Sequence[int]) -> tuple[float, ...]:
+    """Return the weight of each label in the loss.
+
+    Args:
+        wanted: "balanced", or the weights of some labels; others have weight 1.
+        names: The labels.
+        numbers: The index of each training row's label.
+
+    Raises:
+        DataError: If a weight is for an unknown label.
+    """
+    if isinstance(wanted, str):
+        counts = Counter(numbers)  # of labels that occur: the list of a dataset may contain others
+        balanced = {number: len(numbers) / (len(counts) * count) for number, count in counts.items()}
+        return tuple(balanced.get(number, 1.0) for number in range(len(names)))
+    unknown = [name for name in wanted if name not in names]
+    if unknown:
+        raise DataError(
+            f"train.class_weights has a weight for {unknown[0]!r}, which is not one of the labels {list_values(names)}",
+            "use names of labels",
+        )
+    return tuple(wanted.get(name, 1.0) for name in names)
 
 
 def are_regression_targets(values: Iterable[Any]) -> bool:

@@ -224,7 +224,9 @@ class StepTracer:
         scheduler: Any = build_schedule("constant", optimizer, num_steps=10, warmup_steps=0)
         optimizer, scheduler = engine.prepare(optimizer, scheduler)
         smoothing = self.recipe.train.label_smoothing
-        request = LossRequest(self._task.loss_kind, self._task.shifts_labels, smoothing)
+        num_labels = int(self._task.head().get("num_labels") or 0)
+        weights = None if self.recipe.train.class_weights is None else (1.0,) * num_labels
+        request = LossRequest(self._task.loss_kind, self._task.shifts_labels, smoothing, class_weights=weights)
         teacher = self.teacher(spec.precision)
         is_student = self.recipe.distill is not None
         loss = student_loss(self.recipe, request, teacher) if is_student else make_loss(spec, request)
