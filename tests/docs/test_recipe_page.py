@@ -12,16 +12,10 @@ A recipe is one YAML file, or the same settings as flags (`--set train.lr=3e-5`)
 `--set`. Only `model` and `data.train` are required.
 
 - `trimtab init` writes a commented file.
-<<<<<<< HEAD
 - In Python: `fit("recipe.yaml")`, `Recipe.from_file("recipe.yaml", sets=["train.lr=3e-5"])`; `help(Recipe)` lists the
   keys below. `trimtab.errors` has the exceptions; a notebook shows them as one message, with cures in Python.
 - `trimtab check` validates a recipe, checks that its data, model, tokenizer and metrics exist, and prints it resolved,
   with the origin of every value. `trimtab check --schema` prints the JSON Schema for editors.
-=======
-- `trimtab check` validates a recipe, checks that its data, model, tokenizer and metrics exist, reads the rows of local
-  files, and prints it resolved, with the origin of every value. `trimtab check --schema` prints the JSON Schema for
-  editors.
->>>>>>> 89ba9ae9 (train.class_weights: balanced or a weight for each label, exact over micro-batches, processes and resumes)
 - A setting that is a word or a mapping can be written in parts: `--set adapter=lora --set adapter.rank=8` is
   `{kind: lora, rank: 8}`. Settings on one command line that contradict each other are refused.
 - Keys of [HF Trainer](coming-from/hf-trainer.md), [Accelerate](coming-from/accelerate.md),
