@@ -8,7 +8,7 @@ import math
 import re
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from trimtab.errors import RecipeError
@@ -40,7 +40,7 @@ class Card:
 
     @property
     def target(self) -> Target:
-        return known_target(self.gpu, self.memory)
+        return replace(known_target(self.gpu, self.memory), host_bytes=None)  # a column of the page says what is needed
 
 
 @dataclass(frozen=True)

@@ -87,7 +87,18 @@ SURFACE = {
     ],
     "plan": [
         *SHARED,
-        *("--device", "--gpu", "--json", "--length", "--longest", "--max-batch", "--memory", "--quiet", "--set"),
+        *(
+            "--device",
+            "--gpu",
+            "--host-memory",
+            "--json",
+            "--length",
+            "--longest",
+            "--max-batch",
+            "--memory",
+            "--quiet",
+        ),
+        "--set",
         "RECIPE",
     ],
     "predict": [

@@ -59,6 +59,42 @@ def test_a_ladder_for_a_gpu_that_is_not_here(plan):
     assert "LoRA" in out
     assert "QLoRA" in out
     assert " run " in out, "max_steps tells how long it takes"
+    assert re.search(
+        r"Also predicted: .*host memory at most [\d.]+ GiB of 64.0 GiB \(assumed; set --host-memory\);", out
+    )
+
+
+@pytest.mark.slow
+def test_host_memory_is_a_budget_of_a_gpu_that_is_not_here(plan):
+    asked = (
+        "recipe.yaml",
+        "--gpu",
+        "t4",
+        "--length",
+        64,
+        "--set",
+        "memory.micro_batch=4",
+        "--set",
+        "memory.loss=plain",
+    )
+    asked = (
+        *asked,
+        "--set",
+        "memory.gradient_checkpointing=none",
+        "--set",
+        "memory.update=host",
+        *FEWER[:4],
+        *FEWER[6:],
+    )
+    code, out, _ = plan(*asked, "--host-memory", "4GiB")
+    assert code == 0
+    assert re.search(r"host memory at most [23].\d+ GiB of 4.0 GiB \(--host-memory\);", out)
+    code, out, err = plan(*asked, "--host-memory", "2GiB")
+    assert code == 3
+    assert "GiB on the host" in out
+    assert re.search(r"does not fit: needs .*, and [23].\d+ GiB of host memory, over the budget of 2.0 GiB", err)
+    code, _, err = plan("recipe.yaml", "--device", "cpu", "--length", 64, "--host-memory", "2GiB")
+    assert (code, "--host-memory is for plans on a GPU" in err) == (2, True)
 
 
 @pytest.mark.slow

@@ -392,6 +392,9 @@ def test_the_host_is_planned_for_too():
     assert plan.predicted_disk_bytes == pytest.approx(3 * 3 * weights + 2 * weights, rel=0.01)
     (line,) = found.notes()
     assert line.startswith("Also predicted: evaluation in batches of ")
+    assert known_target("t4", None).host_bytes == 64 * 2**30
+    assert known_target("a100", None).host_bytes == 2 * known_target("a100", None).budget_bytes
+    assert known_target("t4", None, "32GiB").host_bytes == 32 * 2**30
     unsaved = survey(recipe(checkpoint={"every": None}), gpu="t4", length=128, thorough=False).plan
     assert unsaved.predicted_disk_bytes == pytest.approx(2 * weights, rel=0.01)
 

@@ -67,6 +67,8 @@ def test_the_table_marks_what_was_chosen_and_what_is_too_large():
     assert [row[1] for row in rows] == ["20.00", "10.00"]
     assert [row[3] for row in rows] == ["too large", ""]
     assert [row[-1] for row in rows] == ["micro-batch 8", "micro-batch 4"]
+    on_host = replace(make(2, 9, 400, fits=False), excess_host_bytes=295 * GIB)
+    assert table([on_host], 12 * GIB, PLAIN)[1][0][3] == "needs 295.0 GiB on the host"
     assert "run" not in header
     assert "run" in table([replace(one, run_s=90.0) for one in rungs], 12 * GIB, PLAIN)[0]
     assert legend(rungs) == "w weights  a activations"
@@ -79,6 +81,8 @@ def test_the_reason():
     )
     faster = make(8, 20, 300, fits=False)
     assert "micro-batch 8 would be 20% faster and needs 20.00 GiB" in reason([faster, chosen], 12 * GIB, PLAIN)
+    on_host = replace(make(8, 9, 300, fits=False), excess_host_bytes=295 * GIB)
+    assert "micro-batch 8 would be 20% faster and needs 295.0 GiB on the host" in reason([on_host, chosen], GIB, PLAIN)
     nearly = make(8, 15, 251, fits=False)
     assert "micro-batch 8 would be 20% faster" in reason([nearly, faster, chosen], 12 * GIB, PLAIN), "not 0%"
     other = make(8, 20, 900, fits=False, alternative=True)
@@ -120,3 +124,9 @@ def test_what_is_said_where_nothing_fits():
     assert "would fit" not in said
     said = cannot_fit(smallest, "t4", 6 * GIB, [], PLAIN)
     assert said.startswith("does not fit: needs 6.00 GiB, which leaves no reserve in the budget of 6.00 GiB (t4), with")
+    on_host = replace(smallest, excess_host_bytes=80 * GIB)
+    changes = [Change("memory.allow: [8bit]", 6 * GIB, False, 70 * GIB)]
+    said = cannot_fit(on_host, "t4", 8 * GIB, changes, PLAIN, "64.0 GiB (assumed; set --host-memory)")
+    words = "and 80.00 GiB of host memory, over the budget of 64.0 GiB (assumed; set --host-memory), with"
+    assert said.startswith(f"does not fit: needs 6.00 GiB, {words}")
+    assert said.endswith("still too large with:\n    memory.allow: [8bit]: 6.00 GiB, 70.00 GiB on the host")

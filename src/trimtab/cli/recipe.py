@@ -107,6 +107,10 @@ def plan(
     task: Task = None,
     memory: Annotated[str | None, typer.Option(help="Memory budget, such as 8GiB. Default: all device memory.")] = None,
     gpu: Annotated[str | None, typer.Option(help="Plan for another GPU: t4, rtx-4090, a100 …")] = None,
+    host_memory: Annotated[
+        str | None,
+        typer.Option(help="Host memory. Default: what is free; with --gpu twice that GPU's, at least 64GiB."),
+    ] = None,
     length: Annotated[
         int | None, typer.Option(min=1, help="Tokens per row, instead of the lengths in the data.")
     ] = None,
@@ -128,7 +132,15 @@ def plan(
     source = data if length is None else "none"  # with a fixed length no data is read, but a recipe must name some
     flags = {"model": model, "data.train": source, "data.eval": eval_data, "task": task, "memory.budget": memory}
     loaded = load_with_flags(recipe, sets, flags)
-    found = survey(loaded.recipe, gpu=gpu, device=device, length=length, max_batch=max_batch, longest=longest)
+    found = survey(
+        loaded.recipe,
+        gpu=gpu,
+        device=device,
+        host_memory=host_memory,
+        length=length,
+        max_batch=max_batch,
+        longest=longest,
+    )
     show_plans(found, as_json=json_lines)
     if found.problem is not None:
         raise DoesNotFit(found.problem)

@@ -101,7 +101,8 @@ def explain_failure(planner: StepPlanner, row: Row) -> str:
     target = planner.target
     smallest = rung(row, planner.needed_bytes(row), None)
     reference = planner.space.reference()
-    return cannot_fit(smallest, target.name, target.budget_bytes, list(planner.changes(row)), reference)
+    changes = list(planner.changes(row))
+    return cannot_fit(smallest, target.name, target.budget_bytes, changes, reference, target.host_budget())
 
 
 def why_chosen(planner: StepPlanner, ladder: Ladder, row: Row) -> str:

@@ -42,6 +42,7 @@ class Rung:
         most_rows: With `--max-batch`, the largest batch that fits as one micro-batch with these techniques.
         longest: With `--longest`, the longest rows that fit with these techniques and the smallest micro-batch.
         longest_host_bytes: The host memory that those rows need.
+        excess_host_bytes: The host memory that it needs, if it fits on the device, but not on the host.
     """
 
     spec: StepSpec
@@ -55,6 +56,14 @@ class Rung:
     most_rows: int | None = None
     longest: int | None = None
     longest_host_bytes: int | None = None
+    excess_host_bytes: int | None = None
+
+    @property
+    def verdict(self) -> str:
+        """What does not fit; empty if it fits."""
+        if self.excess_host_bytes is not None:
+            return f"needs {format_bytes(self.excess_host_bytes)} on the host"
+        return "" if self.fits else "too large"
 
     @property
     def total_bytes(self) -> int:
@@ -74,7 +83,8 @@ def rung(row: Row, needed_bytes: int, num_steps: int | None) -> Rung:
     slack = max(0, needed_bytes - estimate.allocated_bytes)
     parts = {**estimate.parts, "allocator slack": slack, "outside the allocator": estimate.outside_bytes}
     run_s = None if num_steps is None else estimate.start_s + num_steps * estimate.step_s
-    return Rung(row.spec, parts, estimate.tokens_s, estimate.step_s, run_s, estimate.fits)
+    excess = estimate.excess_host_bytes
+    return Rung(row.spec, parts, estimate.tokens_s, estimate.step_s, run_s, estimate.fits, excess_host_bytes=excess)
 
 
 def words_of(spec: StepSpec, reference: StepSpec | None = None) -> str:
@@ -136,7 +146,7 @@ def table(rungs: Sequence[Rung], budget_bytes: int, reference: StepSpec) -> tupl
         cells += [f"{getattr(one, key):,}" if getattr(one, key) is not None else "none" for _, key in asked]
         if has_host:
             cells += ["" if one.longest_host_bytes is None else format_bytes(one.longest_host_bytes)]
-        cells += ["" if one.fits else "too large", bar(one.parts, budget_bytes, whole), words_of(one.spec, reference)]
+        cells += [one.verdict, bar(one.parts, budget_bytes, whole), words_of(one.spec, reference)]
         rows.append(cells)
     return header, rows
 
@@ -186,7 +196,7 @@ def reason(rungs: Sequence[Rung], budget_bytes: int, reference: StepSpec) -> str
     gain = near.tokens_s / chosen.tokens_s - 1
     return (
         f"Chosen: {words}: the fastest that fits ({room}); {words_of(near.spec, reference)} would be "
-        f"{gain:.0%} faster and needs {gib(near.total_bytes)}."
+        f"{gain:.0%} faster and {near.verdict if near.excess_host_bytes else f'needs {gib(near.total_bytes)}'}."
     )
 
 
@@ -198,15 +208,27 @@ class Change:
         words: The setting to write.
         total_bytes: Bytes needed with the change.
         fits: Whether that is within the budget.
+        excess_host_bytes: The host memory that it needs, if it fits on the device, but not on the host.
     """
 
     words: str
     total_bytes: int
     fits: bool
+    excess_host_bytes: int | None = None
+
+    def __str__(self) -> str:
+        host = f", {gib(self.excess_host_bytes)} on the host" if self.excess_host_bytes is not None else ""
+        return f"{self.words}: {gib(self.total_bytes)}{host}"
 
 
 def cannot_fit(
-    smallest: Rung, name: str, budget_bytes: int, changes: Sequence[Change], reference: StepSpec, most: int = 3
+    smallest: Rung,
+    name: str,
+    budget_bytes: int,
+    changes: Sequence[Change],
+    reference: StepSpec,
+    host: str = "",
+    most: int = 3,
 ) -> str:
     """Error text for a run that does not fit: how much is missing, and changes that would help.
 
@@ -216,11 +238,14 @@ def cannot_fit(
         budget_bytes: The budget.
         changes: Changes that were tried; those that fit are listed first.
         reference: The recipe's own values, which are not repeated in the text.
+        host: The budget of host memory.
         most: The maximum number of changes to list.
     """
     over = smallest.total_bytes - budget_bytes
     budget = f"the budget of {gib(budget_bytes)} ({name})"
     excess = f"{gib(over)} over {budget}" if over > 0 else f"which leaves no reserve in {budget}"
+    if smallest.excess_host_bytes is not None:
+        excess = f"and {gib(smallest.excess_host_bytes)} of host memory, over the budget of {host}"
     lines = [
         f"does not fit: needs {gib(smallest.total_bytes)}, {excess}, "
         f"with the smallest plan ({words_of(smallest.spec, reference)})"
@@ -228,11 +253,11 @@ def cannot_fit(
     helping = [one for one in changes if one.fits][:most]
     if helping:
         lines.append("  would fit with:")
-        lines += [f"    {one.words}: {gib(one.total_bytes)}" for one in helping]
+        lines += [f"    {one}" for one in helping]
     rest = [one for one in changes if not one.fits][: most - len(helping)]
     if rest:
         lines.append("  still too large with:")
-        lines += [f"    {one.words}: {gib(one.total_bytes)}" for one in rest]
+        lines += [f"    {one}" for one in rest]
     return "\n".join(lines)
 
 
@@ -249,6 +274,7 @@ def as_dict(one: Rung) -> dict[str, object]:
         "tokens_s": one.tokens_s,
         "run_s": one.run_s,
         **({"largest_batch": one.most_rows} if one.most_rows is not None else {}),
+        **({"excess_host_bytes": one.excess_host_bytes} if one.excess_host_bytes is not None else {}),
         **({"longest": one.longest} if one.longest is not None else {}),
         **({"longest_host_bytes": one.longest_host_bytes} if one.longest_host_bytes is not None else {}),
     }

@@ -179,9 +179,11 @@ class RecipePlanner:
             raise
         seconds = found.seconds(self._steps.timing(spec))
         tokens = self.lengths.tokens(self.recipe.train.batch_size)
-        fits = self._steps.fits(spec, found)
+        fits = self.target.fits(found, SPARE)
+        excess = self._steps.excess_on_host(spec, found) if fits else None
         start_s, num_steps = start_seconds(spec, self.case), self._num_steps or _USUAL_STEPS
-        return Estimate(fits, *memory, seconds, tokens / seconds, start_s, num_steps)
+        fits = fits and excess is None
+        return Estimate(fits, *memory, seconds, tokens / seconds, start_s, num_steps, excess)
 
     def needed_bytes(self, row: Row) -> int:
         """The smallest allocator limit under which a row runs."""
@@ -310,7 +312,8 @@ class RecipePlanner:
             yield self._change(words, other)
 
     def _change(self, words: str, row: Row) -> Change:
-        return Change(words, self.needed_bytes(row) + row.estimate.outside_bytes, row.estimate.fits)
+        estimate = row.estimate
+        return Change(words, self.needed_bytes(row) + estimate.outside_bytes, estimate.fits, estimate.excess_host_bytes)
 
     def most_rows(self, spec: StepSpec) -> int | None:
         """The largest batch that fits as one micro-batch."""

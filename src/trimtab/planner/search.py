@@ -38,6 +38,7 @@ class Estimate:
         tokens_s: Tokens per second.
         start_s: Seconds before the first step, for example to compile.
         num_steps: Steps of the run.
+        excess_host_bytes: The host memory that it needs, if it fits on the device, but not on the host.
     """
 
     fits: bool
@@ -48,6 +49,7 @@ class Estimate:
     tokens_s: float
     start_s: float = 0.0
     num_steps: int = 1
+    excess_host_bytes: int | None = None
 
     @property
     def ranked_s(self) -> float:

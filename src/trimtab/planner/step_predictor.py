@@ -181,12 +181,15 @@ class StepPredictor:
 
     def fits(self, spec: StepSpec, found: PredictedStep) -> bool:
         """Whether a step fits on the device, and the tensors that techniques keep on the host fit there."""
-        if not self.target.fits(found, SPARE):
-            return False
+        return self.target.fits(found, SPARE) and self.excess_on_host(spec, found) is None
+
+    def excess_on_host(self, spec: StepSpec, found: PredictedStep) -> int | None:
+        """The host memory of a step that keeps more tensors on the host than fit there; None for others."""
         if self.target.host_bytes is None:
-            return True
+            return None
         host = self.host(spec, found)
-        return not host.kept or self._num_processes * host.memory <= self.target.host_bytes
+        needed = self._num_processes * host.memory
+        return needed if host.kept and needed > self.target.host_bytes else None
 
     def host(self, spec: StepSpec, found: PredictedStep) -> HostPrediction:
         """Peak host memory and disk space."""

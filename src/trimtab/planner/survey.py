@@ -71,8 +71,9 @@ class Survey:
             return left_out
         if outlook.predicted_host_bytes is None or outlook.predicted_disk_bytes is None:
             return left_out
+        host = self.target.host_budget()
         words = [
-            f"host memory at most {format_bytes(outlook.predicted_host_bytes)}",
+            f"host memory at most {format_bytes(outlook.predicted_host_bytes)}{host and f' of {host}'}",
             f"disk at most {format_bytes(outlook.predicted_disk_bytes)}",
         ]
         if outlook.predicted_eval_peak_bytes is not None:
@@ -85,6 +86,7 @@ class Survey:
         return {
             "device": self.target.name,
             "budget_bytes": self.target.budget_bytes,
+            "host_budget_bytes": self.target.host_bytes,
             "precision": self.precision,
             "optimizer": self.optimizer,
             "why": self.why or self.problem,
@@ -103,6 +105,7 @@ def survey(
     memory: str | None = None,
     gpu: str | None = None,
     device: str | None = None,
+    host_memory: str | None = None,
     length: int | None = None,
     max_batch: bool = False,
     longest: bool = False,
@@ -115,12 +118,14 @@ def survey(
         memory: The budget, instead of the recipe's.
         gpu: A GPU of the catalog that is not in this machine.
         device: The device in this machine, such as "cuda:1"; by default an accelerator if there is one, else the CPU.
+        host_memory: The budget of host memory, such as "32GiB"; by default what is free, and for a GPU that is not in
+            this machine twice its memory, at least 64 GiB.
         length: Tokens of every row; then no data is read.
         max_batch: Whether to find the largest batch for each set of techniques.
         longest: Whether to find the longest rows for each set of techniques, with the smallest micro-batch.
         thorough: Whether to predict plans that cannot be chosen, too.
     """
-    planner, rows = planner_on(recipe, memory or recipe.memory.budget, gpu, device, length)
+    planner, rows = planner_on(recipe, memory or recipe.memory.budget, gpu, device, length, host_memory)
     target, limit = planner.target, planner.max_positions()
     ladder = planner.choose(thorough=thorough)
     others = [row for _, row in planner.other_methods()] if thorough else []
@@ -145,6 +150,7 @@ def plan(
     memory: str | None = None,
     gpu: str | None = None,
     device: str | None = None,
+    host_memory: str | None = None,
     length: int | None = None,
 ) -> Plan:
     """Choose how a recipe would train, without training it: the fastest plan that fits, and its prediction.
@@ -156,6 +162,8 @@ def plan(
         memory: The budget, such as "8GiB", instead of the recipe's; by default all memory of the device.
         gpu: A GPU of the catalog that is not in this machine, such as "t4".
         device: The device in this machine, such as "cuda:1"; by default an accelerator if there is one, else the CPU.
+        host_memory: The budget of host memory, such as "32GiB"; by default what is free, and with `gpu` twice its
+            memory, at least 64 GiB.
         length: Tokens of every row. No data is read then, and the recipe has to name its task.
 
     Returns:
@@ -168,7 +176,8 @@ def plan(
         found = plan(Recipe(model="bert-base-uncased", data={"train": "reviews.csv"}), gpu="t4", memory="8GiB")
         print(found.micro_batch_size, found.predicted_peak_bytes)
     """
-    found = survey(as_loaded(recipe).recipe, memory=memory, gpu=gpu, device=device, length=length, thorough=False)
+    asked = as_loaded(recipe).recipe
+    found = survey(asked, memory=memory, gpu=gpu, device=device, host_memory=host_memory, length=length, thorough=False)
     if found.plan is None:
         raise DoesNotFit(found.problem)
     return found.plan
@@ -190,14 +199,22 @@ class RecipeRows:
 
 
 def planner_on(
-    recipe: Recipe, budget: str | None, gpu: str | None, device: str | None, length: int | None
+    recipe: Recipe,
+    budget: str | None,
+    gpu: str | None,
+    device: str | None,
+    length: int | None,
+    host_memory: str | None = None,
 ) -> tuple[RecipePlanner, RecipeRows | None]:
     """Return a planner for a device, and the rows that it reads; see `survey` for the arguments.
 
     Raises:
         RecipeError: Rows of this length have more tokens than the model has positions.
     """
-    target = known_target(gpu, budget) if gpu is not None else target_here(device, budget)
+    if gpu is not None:
+        target = known_target(gpu, budget, host_memory)
+    else:
+        target = target_here(device, budget, host_memory)
     rows = None if length is not None else RecipeRows(recipe)
     planner = planner_for(recipe, target, rows, length)
     limit = planner.max_positions()

@@ -25,6 +25,7 @@ from trimtab.techniques.base import Accelerator
 from trimtab.units import format_bytes, parse_bytes
 
 SPARE = 0.02  # share of a budget that a plan leaves free
+_USUAL_HOST_BYTES = 64 * 2**30
 _ROCM = {"mi300x"}
 _NOT_CUDA = "predictions assume CUDA kernels and workspaces; they were never compared with measurements on ROCm"
 _FIXED_SEGMENTS = (
@@ -64,8 +65,8 @@ class Target:
         outside_bytes: Memory outside the allocator; None means the usual size of a CUDA context.
         note: A limitation of these predictions, shown to the user.
         expandable: Whether the allocator uses expandable segments.
-        host_bytes: Host memory that activations may be moved to; None if unknown, because the device is not in this
-            machine.
+        host_bytes: The budget of host memory for tensors that techniques keep there; None on a CPU.
+        host_note: Where that budget is from.
     """
 
     name: str
@@ -76,6 +77,11 @@ class Target:
     note: str = ""
     expandable: bool = True
     host_bytes: int | None = None
+    host_note: str = ""
+
+    def host_budget(self) -> str:
+        """The budget of host memory in words; empty on a CPU."""
+        return "" if self.host_bytes is None else f"{format_bytes(self.host_bytes)} ({self.host_note})"
 
     @property
     def is_cpu(self) -> bool:
@@ -127,15 +133,16 @@ class Target:
         return replace(prediction, allocated=sum(parts.values()), parts=parts, outside=outside)
 
 
-def known_target(name: str, budget: str | None) -> Target:
+def known_target(name: str, budget: str | None, host_memory: str | None = None) -> Target:
     """The target for a device of the catalog, which need not be in this machine.
 
     Args:
         name: Its common name, such as "t4" or "RTX 4090".
         budget: The budget, such as "8GiB"; None or "auto" means all of its memory.
+        host_memory: The host's memory, such as "32GiB"; None means twice the device's, at least 64 GiB.
     """
     if name.strip().lower() == "cpu":
-        return target_here("cpu", budget)
+        return target_here("cpu", budget, host_memory)
     device = find(name)
     assert device.capability is not None
     gpu = Gpu(device.capability, device.flash, device.num_multiprocessors, device.threads_per_multiprocessor)
@@ -147,15 +154,31 @@ def known_target(name: str, budget: str | None) -> Target:
             f"--memory {whole // 2**30}GiB, or omit it",
         )
     is_rocm = device.name in _ROCM
-    return Target(device.name, device, gpu, budget_bytes, note=_NOT_CUDA if is_rocm else "", expandable=not is_rocm)
+    host_bytes, host_note = max(2 * whole, _USUAL_HOST_BYTES), "assumed; set --host-memory"
+    if host_memory is not None:
+        host_bytes, host_note = parse_bytes(host_memory), "--host-memory"
+    note = _NOT_CUDA if is_rocm else ""
+    return Target(
+        device.name,
+        device,
+        gpu,
+        budget_bytes,
+        note=note,
+        expandable=not is_rocm,
+        host_bytes=host_bytes,
+        host_note=host_note,
+    )
 
 
-def target_here(requested: str | torch.device | None = None, budget: str | None = None) -> Target:
+def target_here(
+    requested: str | torch.device | None = None, budget: str | None = None, host_memory: str | None = None
+) -> Target:
     """The target for the device in this machine that a run would use.
 
     Args:
         requested: A device such as "cuda:1"; None detects it.
         budget: The budget; None means the free memory of a GPU, or all memory of a CPU host.
+        host_memory: The budget of host memory; None means what is free.
 
     Raises:
         RecipeError: Plans do not support this kind of device, or it has less memory than the budget.
@@ -163,6 +186,8 @@ def target_here(requested: str | torch.device | None = None, budget: str | None 
     device = find_device(requested)
     inventory = take_inventory(device)
     if device.type == "cpu":
+        if host_memory is not None:
+            raise RecipeError("--host-memory is for plans on a GPU", f"on a CPU: --memory {host_memory}")
         known = identify_device(inventory)
         assert known is not None
         budget_bytes = resolve_budget(budget, device) or total_memory(device)
@@ -180,5 +205,7 @@ def target_here(requested: str | torch.device | None = None, budget: str | None 
     )
     budget_bytes = resolve_budget(budget, device) or free_memory(device) + non_allocator_memory(device)
     name, known = f"{device} ({inventory.name})", identify_device(inventory) or measure_device(device)
-    found = Target(name, known, gpu, budget_bytes, host_bytes=free_host_memory())
+    found = Target(name, known, gpu, budget_bytes, host_bytes=free_host_memory(), host_note="free")
+    if host_memory is not None:
+        found = replace(found, host_bytes=parse_bytes(host_memory), host_note="--host-memory")
     return found if has_expandable_segments() else replace(found, note=_FIXED_SEGMENTS, expandable=False)
