@@ -174,6 +174,6 @@ def test_errors_while_streaming_reach_the_caller():
         raise ValueError("out of order")
 
     loaded.model.register_forward_hook(fail)
-    with pytest.raises(ValueError, match="out of order"):
+    with pytest.raises(ModelError, match="cannot be used: out of order"):
         list(loaded.generate(TEXTS[0], 30, stream=True))
     assert threading.active_count() == num_threads

@@ -297,7 +297,7 @@ def test_hub_failures(monkeypatch):
 def test_a_damaged_config_is_not_reported_as_a_missing_tokenizer(tmp_path):
     saved(tmp_path)
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ModelError, match="is not a valid JSON file") as failure:
+    with pytest.raises(ModelError, match=r"config\.json is damaged: Expecting") as failure:
         load_tokenizer(str(tmp_path))
     assert failure.value.cure == "download or save it again"
 
@@ -316,12 +316,12 @@ def test_files_that_do_not_belong_together(tmp_path):
     with pytest.raises(ModelError, match="bort-of-tomorrow"):
         load_model(str(tmp_path), "masked-lm", {}, tokenizer())
     path.write_text("{")
-    with pytest.raises(ModelError, match="cannot be loaded"):
+    with pytest.raises(ModelError, match=r"config\.json is damaged"):
         load_model(str(tmp_path), "masked-lm", {}, tokenizer())
     path.write_text(json.dumps(config))
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
-    with pytest.raises(ModelError, match="cannot be read"):
+    with pytest.raises(ModelError, match=r"model\.safetensors is damaged"):
         load_model(str(tmp_path), "masked-lm", {}, tokenizer())
     weights.unlink()
     with pytest.raises(ModelError, match="cannot be loaded"):

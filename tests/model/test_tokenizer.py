@@ -85,7 +85,7 @@ def test_a_tokenizer_that_cannot_be_read_says_why(tiny, tmp_path):
     folder.mkdir()
     shutil.copy(Path(tiny.folder("llama")) / "config.json", folder)
     (folder / "tokenizer.json").write_text("{ broken")
-    with pytest.raises(ModelError, match=r"the tokenizer of .*model cannot be loaded: \w.*\n.*model.tokenizer"):
+    with pytest.raises(ModelError, match=r"model/tokenizer\.json is damaged: \w"):
         load_tokenizer(str(folder))
 
 

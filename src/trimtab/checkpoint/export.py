@@ -22,12 +22,17 @@ from trimtab.errors import CheckpointError
 from trimtab.log import say
 from trimtab.model.adapters import Adapter, adapter_of
 from trimtab.model.fp8 import Fp8, Fp8Linear
-from trimtab.model.hub import quiet_transformers
+from trimtab.model.hub import file_damage, quiet_transformers, shards_of
 from trimtab.model.nf4 import Nf4, is_nf4
 from trimtab.model.quantization import Quantization, is_quantized
 from trimtab.optim.host_update import masters_of
 
 FACTS = "trimtab.json"
+_KINDS_OF_FACTS = {
+    **dict.fromkeys(("recipe", "head", "adapter", "columns", "clustered"), dict),
+    **dict.fromkeys(("task", "kind", "base"), str),
+    **dict.fromkeys(("max_length", "step"), int),
+}
 _WEIGHTS = ".safetensors"
 _HEAD = ("num_labels", "id2label", "label2id", "problem_type")
 
@@ -244,8 +249,6 @@ def find_export_problem(folder: str | os.PathLike[str], checksums: Mapping[str, 
         checksums: The result of `weight_checksums` at that time. Without it, truncated and missing files are still
             detected, changed values are not.
     """
-    from safetensors import SafetensorError, safe_open
-
     place = Path(folder)
     if not place.is_dir():
         return f"{place} is missing"
@@ -255,28 +258,11 @@ def find_export_problem(folder: str | os.PathLike[str], checksums: Mapping[str, 
         path = place / name
         if name not in names:
             return f"{path} is missing"
-        try:
-            with safe_open(path, framework="pt"):
-                pass
-        except (OSError, SafetensorError) as error:
-            return f"{path} is damaged: {error}"
+        if damage := file_damage(path):
+            return damage
         if checksums is not None and checksum_of(path) != checksums.get(name):
             return f"{path} is damaged: its checksum does not match"
-    for path in sorted(place.glob("*.json")):
-        try:
-            json.loads(path.read_bytes())
-        except (OSError, ValueError) as error:
-            return f"{path} is damaged: {error}"
-    return ""
-
-
-def shards_of(folder: Path) -> set[str]:
-    """Return the names of the weight files of a sharded model according to its index; empty without an index."""
-    try:
-        index = json.loads((folder / f"model{_WEIGHTS}.index.json").read_text(encoding="utf-8"))
-        return set(index["weight_map"].values())
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
-        return set()
+    return next(filter(None, map(file_damage, sorted(place.glob("*.json")))), "")
 
 
 def read_facts(folder: str | os.PathLike[str]) -> dict[str, Any]:
@@ -286,11 +272,15 @@ def read_facts(folder: str | os.PathLike[str]) -> dict[str, Any]:
         return {}
     try:
         facts = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        facts = facts if isinstance(facts, dict) else {}
+        for key, kind in _KINDS_OF_FACTS.items():
+            if not isinstance(facts.get(key), kind | None):
+                raise ValueError(f"{key} is {facts[key]!r:.100}")
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(
             f"{path} cannot be read: {error}", "delete the file, or export the model again"
         ) from error
-    return facts if isinstance(facts, dict) else {}
+    return facts
 
 
 def _unwrap(model: torch.nn.Module) -> Any:

@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
-from trimtab.checkpoint.export import read_facts, shards_of
+from trimtab.checkpoint.export import read_facts
 from trimtab.compress.weight_files import can_read_files
 from trimtab.inference.model_kind import model_kind
+from trimtab.model.hub import shards_of
 from trimtab.model.load import load_config, load_skeleton
 
 _GENERATION = "generation_config.json"

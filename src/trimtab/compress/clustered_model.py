@@ -13,6 +13,7 @@ from trimtab.compress.clustered_modules import ClusteredEmbedding, ClusteredLine
 from trimtab.compress.clustered_weight import ClusteredWeight
 from trimtab.errors import ModelError, RecipeError
 from trimtab.model.hub import quiet_transformers
+from trimtab.model.limits import check_sizes
 from trimtab.model.load import auto_class, load_config
 
 DECODE = ("once", "on-use")
@@ -40,6 +41,7 @@ def load_clustered_model(
     if decode not in DECODE:
         raise RecipeError(f"decode={decode!r} is not valid", f"use one of {', '.join(DECODE)}")
     config = load_config(str(folder), trust_remote_code=trust_remote_code)
+    check_sizes(str(folder), config, Path(folder))
     with quiet_transformers(), _parameters_on_meta():
         model = auto_class(kind).from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
     fill(model, read_weights(folder), str(folder), dtype=dtype, on_use=decode == "on-use")

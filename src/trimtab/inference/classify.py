@@ -80,7 +80,7 @@ def _logits(loaded: LoadedModel, texts: Sequence[Text], batch_size: int, max_len
     logits = torch.zeros(len(texts), model.config.num_labels)
     examples = _tokenize(loaded, texts, max_length)
     model.eval()
-    with torch.inference_mode():
+    with torch.inference_mode(), loaded.errors_explained():
         for indices, batch in padded_batches(examples, batch_size, loaded.tokenizer, loaded.device):
             logits[indices] = model(**batch).logits.float().cpu()
     return logits

@@ -13,6 +13,7 @@ from trimtab.inference.batches import Example, padded_batches
 from trimtab.inference.load import LoadedModel
 from trimtab.log import say
 from trimtab.model.hub import quiet_transformers
+from trimtab.model.limits import MAX_BEAMS
 from trimtab.model.load import max_positions
 from trimtab.model.virtual_tokens import num_virtual_tokens_of
 from trimtab.randomness import random_state, restore_random_state, set_seed
@@ -57,7 +58,7 @@ def generate_texts(
     texts = [""] * len(prompts)
     before = random_state()
     try:
-        with quiet_transformers(), torch.inference_mode():
+        with quiet_transformers(), torch.inference_mode(), loaded.errors_explained():
             examples = tokenize_prompts(loaded, prompts, max_new_tokens)
             settings = generation_settings(loaded, max_new_tokens, temperature, top_p)
             set_seed(seed)
@@ -174,6 +175,13 @@ def generation_settings(
     if top_p is not None and not 0 < top_p <= 1:
         raise RecipeError(f"top_p is {top_p}", "use a number above 0, up to 1")
     settings = copy.deepcopy(loaded.model.generation_config)
+    if (settings.num_beams or 1) > MAX_BEAMS:
+        raise ModelError(
+            f"generation_config.json of {loaded.source} sets num_beams: {settings.num_beams:,}, which needs as many "
+            "times the memory and time",
+            f"set it to {MAX_BEAMS} or less",
+        )
+    settings.return_dict_in_generate, settings.num_return_sequences = False, 1  # the text of each prompt is returned
     if loaded.facts and loaded.task_name == "seq2seq":  # trained by trimtab: an adapter's base has its own settings
         settings.update(**generation_start(loaded.tokenizer, loaded.model.config.model_type))
     settings.max_length = None

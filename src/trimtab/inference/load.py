@@ -1,6 +1,7 @@
 """`trimtab.load`: load a trained model from a run, a folder or the Hub, ready for inference."""
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,7 @@ from trimtab.inference.model_kind import model_kind
 from trimtab.inference.onnx_generator import load_onnx_model
 from trimtab.inference.onnx_model import OnnxModel, is_onnx
 from trimtab.model.adapters import adapter_of
-from trimtab.model.hub import is_adapter
+from trimtab.model.hub import is_adapter, model_errors_explained
 from trimtab.model.load import (
     is_quantized_config,
     is_quantized_model,
@@ -46,12 +47,19 @@ class LoadedModel:
         tokenizer: Its tokenizer.
         task_name: Its task: "classify", "regress", "causal-lm", "chat", "seq2seq" or "masked-lm".
         facts: The contents of trimtab.json; empty for models that trimtab did not train.
+        source: What it was loaded from.
     """
 
     model: Any
     tokenizer: Any
     task_name: str
     facts: dict[str, Any] = field(default_factory=dict)
+    source: str = "the model"
+
+    def errors_explained(self) -> AbstractContextManager[None]:
+        """Turn errors of other libraries, raised while the model is used, into ModelErrors."""
+        cure = "check its config.json, generation_config.json and tokenizer: they may belong to other weights"
+        return model_errors_explained(self.source, cure=cure, done="used")
 
     def __repr__(self) -> str:
         kind, count = type(self.model).__name__, sum(weight.numel() for weight in self.model.parameters())
@@ -232,8 +240,11 @@ def load(
     if decode != "once" and not is_clustered(folder):
         raise ModelError(f"decode={decode!r} is for clustered models, and {name} is not one", "leave decode out")
     load_form = next(load_form for is_form, load_form in _FORMS if is_form(folder))
-    model, tokenizer, task_name = load_form(request)
-    return LoadedModel(model, tokenizer, facts.get("task", task_name), facts)
+    with model_errors_explained(name, folder=folder):
+        model, tokenizer, task_name = load_form(request)
+        loaded = LoadedModel(model, tokenizer, facts.get("task", task_name), facts, name)
+        _ = loaded.labels, loaded.max_length, loaded.device  # read from its files
+    return loaded
 
 
 def best_model(experiment: str, metric: str | None = None, *, uri: str | None = None, **options: Any) -> LoadedModel:

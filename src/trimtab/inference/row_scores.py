@@ -126,7 +126,7 @@ def score_rows(loaded: LoadedModel, held_out: HeldOut, batch_size: int = 32) -> 
     parts = []
     order: list[int] = []
     loaded.model.eval()
-    with working("predicting rows, the longest first", len(held_out)) as work:
+    with working("predicting rows, the longest first", len(held_out)) as work, loaded.errors_explained():
         for indices, batch in held_out.batches(batch_size, num_outputs(loaded, task) if is_token_task else 0):
             moved = to_device(batch, loaded.device)
             logits = logits_of(run_model(loaded.model, moved))

@@ -42,8 +42,9 @@ def stream_text(
     Models that use beam search generate with a single beam here.
     """
     stop = check_stops(stop)
-    examples = tokenize_prompts(loaded, [prompt], max_new_tokens)
-    settings = generation_settings(loaded, max_new_tokens, temperature, top_p)
+    with loaded.errors_explained():
+        examples = tokenize_prompts(loaded, [prompt], max_new_tokens)
+        settings = generation_settings(loaded, max_new_tokens, temperature, top_p)
     settings.num_beams = 1
     side = "right" if loaded.task_name == "seq2seq" else "left"
     _, batch = next(padded_batches(examples, 1, loaded.tokenizer, loaded.device, side=side))
@@ -52,7 +53,7 @@ def stream_text(
 
     def write(streamer: Any) -> None:
         loaded.model.eval()
-        with torch.inference_mode():
+        with torch.inference_mode(), loaded.errors_explained():
             loaded.model.generate(**batch, generation_config=settings, streamer=streamer, **ends)
 
     tokens = _TokenThread(write, seed if temperature > 0 else None)
@@ -84,7 +85,7 @@ def _settled(text: str, stop: Sequence[str]) -> str:
     return text[: len(text) - max(held, default=0)]
 
 
-class _Closed(Exception):
+class _Closed(BaseException):
     """Ends the thread of a generation whose output is no longer read."""
 
 

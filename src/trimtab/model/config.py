@@ -7,20 +7,13 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
-
-from safetensors import SafetensorError
 
 from trimtab.data.tasks.decoder_start import starts_with_last_token
 from trimtab.errors import RecipeError
 from trimtab.model.gguf_rope import set_rope
-from trimtab.model.hub import Source, as_source, explained, quiet_transformers
+from trimtab.model.hub import Source, as_source, check_text, model_errors_explained, quiet_transformers
 
-LOAD_FAILURES = (
-    *(OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, RuntimeError, ArithmeticError),
-    *(SafetensorError, UnpicklingError, EOFError),
-)
 # Models whose position ids start after the id of the pad token, so the first rows of the position table are unused.
 POSITIONS_AFTER_PAD = {
     *("camembert", "data2vec-text", "esm", "ibert", "layoutlmv3", "lilt", "longformer", "luke", "markuplm", "mpnet"),
@@ -49,12 +42,11 @@ def read_config(source: str, place: Source, trust_remote_code: bool) -> Any:
     """Load a transformers config from a resolved source; `source` is its name in errors."""
     from transformers import AutoConfig
 
-    try:
+    with model_errors_explained(source, "" if place.gguf_file else "config.json of ", folder=place.name):
         config = AutoConfig.from_pretrained(place.name, trust_remote_code=trust_remote_code, **place.arguments)
-    except LOAD_FAILURES as error:
-        raise explained(source, error) from error
-    if place.gguf_file is not None:
-        set_rope(config, Path(place.name) / place.gguf_file)
+        if place.gguf_file is not None:
+            set_rope(config, Path(place.name) / place.gguf_file)
+        check_text(config.to_dict())
     return config
 
 

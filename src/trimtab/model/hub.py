@@ -1,5 +1,6 @@
 """Resolve a model name to a folder, a GGUF file or a Hub name, and turn transformers' load errors into ModelErrors."""
 
+import json
 import logging
 import warnings
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from trimtab.errors import MissingDependency, ModelError, UserError, as_argument
+from trimtab.errors import MissingDependency, ModelError, TrimtabError, UserError, as_argument
 from trimtab.hardware.extras import import_failure, require_extra
 from trimtab.model.best_weights import check_best_weights
 
@@ -18,6 +19,8 @@ _ON_A_SERVER = ("models:/", "best:")
 PEFT_CONFIG = "adapter_config.json"
 SIDE_CONFIG = "side_network.json"
 _MAX_REASON = 600  # characters of an error message of transformers
+CHECK_FILES = "check its files, or choose another model"
+_RUST_PANIC = "PanicException"  # not an Exception; raised by tokenizers and safetensors
 _RUN_FILES = ("recipe.yaml", "plan.json", "metrics.jsonl", "checkpoints")
 
 
@@ -166,8 +169,34 @@ def _without_bar(factory: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     return factory(*args, **{**kwargs, "disable": True})
 
 
+@contextmanager
+def model_errors_explained(
+    source: str, what: str = "", cure: str = CHECK_FILES, *, folder: str | Path = "", done: str = "loaded"
+) -> Iterator[None]:
+    """Turn whatever is raised while a model is loaded or used into an error with a cure; arguments as in `explained`.
+
+    The files of a model may contain anything, and the libraries that read them raise almost any type. An accelerator
+    that is out of memory says nothing about the files: its error is not changed.
+    """
+    try:
+        yield
+    except TrimtabError:
+        raise
+    except BaseException as error:
+        name = type(error).__name__
+        if name == "OutOfMemoryError" or not (isinstance(error, Exception) or name == _RUST_PANIC):
+            raise
+        raise explained(source, error, what, cure, folder=folder, done=done) from error
+
+
 def explained(
-    source: str, error: Exception, what: str = "", cure: str = "check its files, or choose another model"
+    source: str,
+    error: BaseException,
+    what: str = "",
+    cure: str = CHECK_FILES,
+    *,
+    folder: str | Path = "",
+    done: str = "loaded",
 ) -> UserError:
     """Turn an exception of transformers into an error with a cure.
 
@@ -176,6 +205,8 @@ def explained(
         error: The exception of transformers.
         what: The part that was loaded, such as "the tokenizer of "; empty for the whole model.
         cure: Cure for errors that are not recognized.
+        folder: Its folder, to name a file in it that is damaged; by default the source.
+        done: What was done with the model.
     """
     kinds = {type(cause).__name__ for cause in _causes(error)}
     text = str(error)
@@ -200,13 +231,13 @@ def explained(
             f"{source!r} is neither a folder nor in the Hub's cache, and the Hub cannot be reached",
             _similar_folder(source) + "pass a folder, or connect once (and unset HF_HUB_OFFLINE) to download it",
         )
+    if damage := _first_damage(Path(folder or source)):
+        return ModelError(damage, "download or save it again")
     if "trust_remote_code" in text:
         return ModelError(
             f"{source} contains Python code that would be executed on this machine",
             f"if you trust its authors: model: {{name: {source}, trust_remote_code: true}}",
         )
-    if "is not a valid JSON file" in text:
-        return ModelError(f"{source} cannot be loaded: {_first_line(text)}", "download or save it again")
     if isinstance(error, ImportError):
         return MissingDependency(f"{source} needs a package that is not installed: {_first_line(text)}", "install it")
     if "does not recognize this architecture" in text or "model type" in text and "not" in text:
@@ -218,7 +249,57 @@ def explained(
         )
     if "SafetensorError" in kinds:
         return ModelError(f"the weights of {source} cannot be read: {_first_line(text)}", "download or save them again")
-    return ModelError(f"{what}{source} cannot be loaded: {_first_line(text)}", cure)
+    if isinstance(error, OSError | ValueError) or type(error) is Exception:
+        reason = _first_line(text)
+    else:  # such as KeyError: 'name'
+        reason = f"{type(error).__name__}: {_first_line(text)}" if text else type(error).__name__
+    if "untagged enum" in text:  # tokenizers: a kind of component that it does not know
+        cure = "it is damaged, or of another version: pip install --upgrade tokenizers, or save it again"
+    return ModelError(f"{what}{source} cannot be {done}: {reason}", cure)
+
+
+def _first_damage(folder: Path) -> str | None:
+    """Name the first file of a local model that cannot be read at all, and why; None if all can be."""
+    if folder.suffix == ".gguf" or not folder.is_dir():
+        return None
+    return next(filter(None, map(file_damage, sorted([*folder.glob("*.json"), *folder.glob("*.safetensors")]))), None)
+
+
+def file_damage(path: Path) -> str | None:
+    """Say why a JSON or safetensors file cannot be read; None if it can be."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        if path.suffix == ".json":
+            json.loads(path.read_bytes())
+        else:
+            with safe_open(path, framework="pt"):
+                pass
+    except (OSError, ValueError, RecursionError, SafetensorError) as error:
+        return f"{path} is damaged: {error}"
+    return None
+
+
+def check_text(settings: Any) -> None:
+    r"""Raise a UnicodeError if settings contain half a character (`"\ud800"`), which no file or terminal can take."""
+    json.dumps(settings, ensure_ascii=False, default=str, skipkeys=True).encode()
+
+
+def shards_of(folder: Path) -> set[str]:
+    """Return the names of the weight files of a sharded model according to its index; empty without an index.
+
+    Raises:
+        ModelError: The index names something other than files next to it.
+    """
+    path = folder / "model.safetensors.index.json"
+    try:
+        names = set(json.loads(path.read_bytes())["weight_map"].values())
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return set()
+    odd = [name for name in names if not isinstance(name, str) or Path(name).name != name]
+    if odd:
+        raise ModelError(f"{path} names the file {odd[0]!r}, which is not in its folder", "download the model again")
+    return names
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:

@@ -4,18 +4,18 @@ Common problems (no pad token, a head that is missing or of another size, a toke
 are fixed here and logged in one line.
 """
 
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from trimtab.data.tasks.decoder_start import generation_start, starts_with_last_token
-from trimtab.errors import ModelError, RecipeError
+from trimtab.errors import ModelError, RecipeError, TrimtabError
 from trimtab.log import say
 from trimtab.model.block_init import build_in_host_memory, skeleton
 from trimtab.model.config import (
-    LOAD_FAILURES,
     POSITIONS_AFTER_PAD,
     build_config,
     check_config,
@@ -24,7 +24,8 @@ from trimtab.model.config import (
     num_token_ids,
     read_config,
 )
-from trimtab.model.hub import as_source, explained, quiet_transformers, resolve_source
+from trimtab.model.hub import as_source, model_errors_explained, quiet_transformers, resolve_source, shards_of
+from trimtab.model.limits import check_sizes
 from trimtab.model.quantization import (
     LoadOptions,
     Quantization,
@@ -107,13 +108,12 @@ def load_model(
     options = LoadOptions(
         dtype or torch.float32, quantization, device_for(device, quantization), draws_on=draws_on, **stored
     )
-    with quiet_transformers():
+    name = source if isinstance(source, str) else f"a new {source.get('model_type', 'model')}"
+    with quiet_transformers(), model_errors_explained(name):
         model: Any
         if isinstance(source, str):
-            name = source
             model, notes = _pretrained(source, auto_class(kind), kind, head, trust_remote_code, options)
         else:
-            name = f"a new {source.get('model_type', 'model')}"
             model, notes = _from_scratch(source, auto_class(kind), kind, head, tokenizer, options), ["random weights"]
         notes += _fit_to_tokenizer(model, tokenizer)
         if not is_quantized_model(model):  # loaded to its device
@@ -142,14 +142,12 @@ def load_skeleton(
             config = read_config(source, as_source(source), trust_remote_code)
         else:
             config = build_config(dict(source), tokenizer, "model.config")
+        check_sizes(source if isinstance(source, str) else "model.config", config)
         _set_head(config, head)
-        try:
+        with _missing_head_explained(source if isinstance(source, str) else "model.config", config, kind):
             model: torch.nn.Module = skeleton(auto_class(kind), config, dtype)
-        except LOAD_FAILURES as error:
-            name = source if isinstance(source, str) else "model.config"
-            raise _no_head(name, config, kind, error) from error
-        if tokenizer is not None:
-            _fit_to_tokenizer(model, tokenizer)
+            if tokenizer is not None:
+                _fit_to_tokenizer(model, tokenizer)
     return model
 
 
@@ -188,7 +186,9 @@ def _pretrained(
     before = dict(getattr(config, "id2label", None) or {})
     _set_head(config, head)
     extra: dict[str, Any] = {}
-    try:
+    check_sizes(source, config, Path(place.name))
+    shards_of(Path(place.name))  # refuses an index that names files elsewhere
+    with _missing_head_explained(source, config, kind, place.name):
         if is_quantized:
             extra = {"device_map": {"": options.device}, "use_safetensors": True}  # nothing is unpickled
         elif options.quantization is not None and place.gguf_file is None:
@@ -203,8 +203,6 @@ def _pretrained(
             **place.arguments,
             **extra,
         )
-    except (*LOAD_FAILURES, AssertionError) as error:  # torchao uses assertions to check its settings
-        raise _no_head(source, config, kind, error) from error
     notes = _check_weights(source, model, info)
     if not notes and kind == "sequence-classification" and head:
         notes = _kept_head(before, dict(model.config.id2label))
@@ -239,13 +237,19 @@ def _set_head(config: Any, head: Mapping[str, Any]) -> None:
             setattr(config, key, value)
 
 
-def _no_head(source: str, config: Any, kind: str, error: Exception) -> Exception:
-    if "Unrecognized configuration class" in str(error):
-        return ModelError(
+@contextmanager
+def _missing_head_explained(source: str, config: Any, kind: str, folder: str = "") -> Iterator[None]:
+    """Turn errors into ModelErrors as `model_errors_explained` does; name a head that transformers does not have."""
+    try:
+        with model_errors_explained(source, folder=folder):
+            yield
+    except ModelError as error:
+        if "Unrecognized configuration class" not in error.problem:
+            raise
+        raise ModelError(
             f"{source} is a {config.model_type}, which has no {kind} head in transformers",
             "choose a model for this task, or set `task` to one that the model supports",
-        )
-    return explained(source, error)
+        ) from error
 
 
 def _check_weights(source: str, model: Any, info: Mapping[str, Any]) -> list[str]:
@@ -308,19 +312,22 @@ def _from_scratch(
     options: LoadOptions,
 ) -> Any:
     config = build_config(dict(settings), tokenizer, "model.config")
+    check_sizes("model.config", config)
     _set_head(config, head)
     try:
-        if options.quantization is not None:
-            model = build_quantized(auto_class, config, options.dtype, options.quantization, options.device)
-        elif options.device.type == "cpu" and _draws_on_device(auto_class, config, options):
-            model = build_in_host_memory(auto_class, config, options.dtype, options.draws_on or options.device)
-        else:
-            with options.device if _draws_on_device(auto_class, config, options) else nullcontext():
-                model = auto_class.from_config(config, dtype=options.dtype)
-    except LOAD_FAILURES as error:
-        if "Unrecognized configuration class" in str(error):
-            raise _no_head("model.config", config, kind, error) from error
-        raise RecipeError(f"model.config is not valid: {error}", "fix the value named in the message") from error
+        with _missing_head_explained("model.config", config, kind):
+            if options.quantization is not None:
+                model = build_quantized(auto_class, config, options.dtype, options.quantization, options.device)
+            elif options.device.type == "cpu" and _draws_on_device(auto_class, config, options):
+                model = build_in_host_memory(auto_class, config, options.dtype, options.draws_on or options.device)
+            else:
+                with options.device if _draws_on_device(auto_class, config, options) else nullcontext():
+                    model = auto_class.from_config(config, dtype=options.dtype)
+    except ModelError as error:
+        cause = error.__cause__
+        if cause is None or isinstance(cause, TrimtabError):
+            raise
+        raise RecipeError(f"model.config is not valid: {cause}", "fix the value named in the message") from cause
     if kind == "sequence-classification":
         base = {id(parameter) for parameter in model.base_model.parameters()}
         head_names = [name for name, parameter in model.named_parameters() if id(parameter) not in base]

@@ -7,7 +7,9 @@ from typing import Any
 
 from trimtab.errors import DataError, ModelError, RecipeError
 from trimtab.log import say
-from trimtab.model.hub import Source, as_source, explained, quiet_transformers
+from trimtab.model.config import num_token_ids
+from trimtab.model.hub import Source, as_source, check_text, model_errors_explained, quiet_transformers
+from trimtab.model.limits import check_tokenizer
 
 _BYTE_LEVEL_TOKENS = {"bos": "<s>", "pad": "<pad>", "eos": "</s>", "unk": "<unk>", "mask": "<mask>"}
 _WORD_PIECE_TOKENS = {"pad": "[PAD]", "unk": "[UNK]", "bos": "[CLS]", "eos": "[SEP]", "mask": "[MASK]"}
@@ -35,15 +37,20 @@ def load_tokenizer(source: str, *, trust_remote_code: bool = False) -> Any:
     own = Path(source).expanduser()  # the folder may contain a tokenizer without a model
     is_tokenizer_folder = (own / "tokenizer_config.json").is_file()
     place = Source(str(own)) if is_tokenizer_folder else as_source(source, adapters=True)
-    with quiet_transformers():
+    with (
+        quiet_transformers(),
+        model_errors_explained(source, "the tokenizer of ", _NAME_A_TOKENIZER, folder=place.name),
+    ):
         try:
             tokenizer = AutoTokenizer.from_pretrained(
                 place.name, trust_remote_code=trust_remote_code, **place.arguments
             )
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, RuntimeError) as error:
+        except Exception as error:
             if place.gguf_file is None and not _has_vocabulary(Path(place.name), _VOCABULARY_FILES):
                 raise ModelError(f"{source} contains no tokenizer", _NAME_A_TOKENIZER) from error
-            raise explained(source, error, "the tokenizer of ", _NAME_A_TOKENIZER) from error
+            raise
+        check_text(tokenizer.init_kwargs)
+        check_tokenizer(source, tokenizer, num_token_ids(tokenizer))
         # Without files transformers silently returns a tokenizer with special tokens only.
         wanted = getattr(tokenizer, "vocab_files_names", {}).values()  # empty for byte tokenizers
         is_empty = len(tokenizer) <= len(tokenizer.all_special_tokens)
