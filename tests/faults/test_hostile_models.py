@@ -18,7 +18,7 @@ from trimtab.model.hub import quiet_transformers
 from trimtab.model.load import load_model, load_tokenizer
 
 SEED = int(os.environ.get("TRIMTAB_FUZZ_SEED", "0"))
-COUNT = int(os.environ.get("TRIMTAB_FUZZ_COUNT", "250"))
+COUNT = int(os.environ.get("TRIMTAB_FUZZ_COUNT", "60"))
 
 
 @pytest.fixture(scope="module")
