@@ -11,8 +11,13 @@ def checksum_text(crc: int) -> str:
 
 def checksum_of(path: Path) -> str:
     """Compute the checksum of an existing file."""
+    return checksum_text(crc_of(path))
+
+
+def crc_of(path: Path) -> int:
+    """Compute the CRC-32 of an existing file, which `zlib.crc32` can continue."""
     crc, buffer = 0, memoryview(bytearray(4 * 2**20))
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(buffer):
             crc = zlib.crc32(buffer[:count], crc)
-    return checksum_text(crc)
+    return crc

@@ -109,9 +109,9 @@ def fit(
         show = build_progress(mode)
         picture = OutOfMemoryPicture(run, folder.path)
         trainer = build_trainer(run, folder, show, callbacks=list(callbacks), metrics=metrics, picture=picture)
-        journal_position = resume_trainer(trainer, engine, start)
+        journal_mark = resume_trainer(trainer, engine, start)
     with failure_recorded(run, folder, show):
-        record_start(run, loaded.origins, trainer, folder, journal_position)
+        record_start(run, loaded.origins, trainer, folder, journal_mark)
         result = trainer.fit()
         engine.wait_for_everyone()
     ended = EndedRun.of(run)

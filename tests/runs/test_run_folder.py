@@ -11,6 +11,7 @@ import time
 import pytest
 import torch
 
+from trimtab.checksums import checksum_of
 from trimtab.errors import CheckpointError, RecipeError
 from trimtab.runs.run_folder import RunFolder, actual_state, check_free, default_folder, list_runs
 from trimtab.runs.tracking_file import RunDescription, Tracking
@@ -169,7 +170,7 @@ def killed_run(path, num_steps=10, saved_at=6):
     for step in range(1, num_steps + 1):
         folder.record({"loss": 1 / step, "tokens_per_s": step}, step)
         if step == saved_at:
-            position = folder.journal_position()
+            position = folder.journal_mark()
     folder.finish("failed")
     return position
 
@@ -200,6 +201,37 @@ def test_numbers_that_a_server_may_have_stay_and_are_not_written_again(tmp_path,
     assert said == ([f"metrics of {steps} are kept: the tracking server has them already"] * (kept > 6))
 
 
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda lines: lines, ""),
+        (
+            lambda lines: [*lines[:3], bytes(len(lines[3]) - 1) + b"\n", bytes(7), *lines[5:]],
+            "lines 4-5 cannot be read",
+        ),
+        (lambda lines: [*lines[:2], lines[2].replace(b'"loss"', b'"loss\0'), *lines[3:]], "line 3 cannot be read"),
+        (lambda lines: [*lines[:2], lines[2].replace(b"0.5", b"0.6"), *lines[3:]], "its first 7 lines are not those"),
+        (lambda lines: [*lines[:8], bytes(40)], ""),  # of steps that are computed again
+        (lambda lines: lines[:5], "has lost its last lines"),
+    ],
+)
+def test_a_damaged_journal_is_reported(tmp_path, caplog, damage, words):
+    """NULs of a power cut, a flipped byte: the run resumes, and says which of its metrics are lost."""
+    caplog.set_level("INFO", logger="trimtab")
+    mark = killed_run(tmp_path / "run")
+    path = tmp_path / "run" / "metrics.jsonl"
+    path.write_bytes(b"".join(damage(path.read_bytes().splitlines(keepends=True))))
+    folder = RunFolder(tmp_path / "run", resumes=True)
+    folder.start({"seed": 1}, 20, mark, 6)
+    folder.record({"loss": 1 / 7}, 7)
+    again = folder.journal_mark()
+    folder.finish("finished")
+    said = [message for message in caplog.messages if "metrics.jsonl" in message]
+    assert len(said) == bool(words)
+    assert words in caplog.text
+    assert again == (path.stat().st_size, checksum_of(path))
+
+
 def test_other_numbers_of_a_step_that_is_taken_again_are_written(tmp_path):
     """As after a change of the learning rate: both are true, and both are on the server."""
     position = killed_run(tmp_path / "run")
@@ -222,7 +254,7 @@ def test_killed_twice(tmp_path):
         folder.start({"seed": 1}, 20, position, saved_at)
         for step in range(saved_at + 1, until + 1):
             folder.record({"loss": 1 / step, "tokens_per_s": 0}, step)
-        position = folder.journal_position()
+        position = folder.journal_mark()
         folder.finish("failed")
     assert journal_of(folder.path) == [(step, 1 / step) for step in range(1, 13)]
 

@@ -13,6 +13,7 @@ from mlflow_servers import Proxy, acked_of, free_port, rows_in, rows_on, run_id_
 
 from small_disk import mounted
 from trimtab.checkpoint.disk_errors import failed_path
+from trimtab.runs.journal import JournalMark
 from trimtab.runs.run_folder import RunFolder
 from trimtab.runs.tracking_file import RunDescription, Tracking
 from trimtab.tracking.mlflow.server import Row, UploadFailure, describe_failure, mlflow_environment
@@ -99,7 +100,7 @@ class Run:
     def resume(self, position=None):
         self.folder = RunFolder(self.path, resumes=True)
         size = (self.path / "metrics.jsonl").stat().st_size
-        self.folder.start({}, 1_000, size if position is None else position, self.step)
+        self.folder.start({}, 1_000, JournalMark(size if position is None else position), self.step)
         return self.upload()
 
     def join(self, **facts):

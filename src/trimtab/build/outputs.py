@@ -18,6 +18,7 @@ from trimtab.log import say
 from trimtab.optim.state_size import state_bytes
 from trimtab.recipe.schema import Recipe
 from trimtab.report.page.run_files import FACTS
+from trimtab.runs.journal import JournalMark
 from trimtab.runs.plan import Plan
 from trimtab.runs.run_folder import CHECKPOINTS, Folder
 from trimtab.runs.tracking_file import TRACKING
@@ -72,9 +73,9 @@ class BestModelWriter:
         """Append a line of metrics to the journal."""
         self._folder.record(values, step)
 
-    def position(self) -> int:
-        """The current size of the journal in bytes."""
-        return self._folder.journal_position()
+    def journal_mark(self) -> JournalMark:
+        """The current size and checksum of the journal."""
+        return self._folder.journal_mark()
 
     def forget_best(self) -> None:
         """Record that there is no longer a best model."""
@@ -116,9 +117,9 @@ class NoModelWriter:
     def record(self, values: dict[str, Any], step: int) -> None:
         """Do nothing: the main process does it."""
 
-    def position(self) -> int:
-        """Always 0: only the main process has a journal."""
-        return 0
+    def journal_mark(self) -> JournalMark:
+        """Always empty: only the main process has a journal."""
+        return JournalMark(0)
 
     def forget_best(self) -> None:
         """Do nothing: the main process does it."""

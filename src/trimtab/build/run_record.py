@@ -20,6 +20,7 @@ from trimtab.inference.predict_text import predict_text
 from trimtab.log import say
 from trimtab.model.hub import is_adapter
 from trimtab.recipe.load import LoadedRecipe, render_resolved_yaml
+from trimtab.runs.journal import JournalMark
 from trimtab.runs.lock import RunLock
 from trimtab.runs.run_folder import HEARTBEAT_TIMEOUT_S, Folder, ReadOnlyRunFolder, RunFolder, clear_folder
 from trimtab.runs.start_point import StartPoint
@@ -71,7 +72,7 @@ def failure_recorded(run: ResolvedRun, folder: Folder, show: Progress) -> Iterat
 
 
 def record_start(
-    run: ResolvedRun, origins: dict[str, str], trainer: Trainer, folder: Folder, journal_position: int | None
+    run: ResolvedRun, origins: dict[str, str], trainer: Trainer, folder: Folder, journal_mark: JournalMark | None
 ) -> None:
     """Write the recipe and the plan, and start the upload of metrics."""
     for line in run.plan.describe():
@@ -79,7 +80,7 @@ def record_start(
     report_unused_setting(run.recipe, run.data.task.name)
     folder.write_recipe(render_resolved_yaml(LoadedRecipe(run.asked, origins)))
     folder.write_text("plan.json", json.dumps(run.plan.as_dict(), indent=1))
-    folder.start(run.recipe.model_dump(mode="json"), run.plan.num_steps, journal_position, trainer.state.step)
+    folder.start(run.recipe.model_dump(mode="json"), run.plan.num_steps, journal_mark, trainer.state.step)
     if isinstance(folder, RunFolder) and not run.recipe.limits.fast_dev_run:
         record_agreed(run.asked, folder.path, run.tracked.uri if run.tracked is not None else None)
     write_data_card(run, folder)

@@ -25,6 +25,7 @@ from trimtab.model.forward import IGNORED, logits_of, run_model
 from trimtab.model.freeze import Freezing
 from trimtab.model.losses import StepLoss
 from trimtab.optim.schedules import build_schedule
+from trimtab.runs.journal import JournalMark
 from trimtab.training.checkpoints import NoCheckpoints
 from trimtab.training.loop import Trainer
 from trimtab.training.memory_guard import MemoryGuard
@@ -163,9 +164,9 @@ class _NoRunFolder:
     def record(self, values: dict[str, Any], step: int) -> None:
         """Do nothing."""
 
-    def position(self) -> int:
+    def journal_mark(self) -> JournalMark:
         """Return 0."""
-        return 0
+        return JournalMark(0)
 
     def write_bad_rows(self, step: int, rows: list[int]) -> str:
         """Return the numbers of the rows."""

@@ -5,11 +5,13 @@ import errno
 import json
 import os
 import time
+import zlib
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from trimtab.checksums import checksum_text, crc_of
 from trimtab.errors import RecipeError
 from trimtab.log import log_info_once, say
 
@@ -26,6 +28,16 @@ VOLATILE_KEYS = {
 }
 
 
+_MAX_RANGES = 5
+
+
+class JournalMark(NamedTuple):
+    """The part of a journal that belongs to a checkpoint: its size in bytes, and its checksum ("" if unknown)."""
+
+    num_bytes: int
+    checksum: str = ""
+
+
 class Journal:
     """Append one JSON object per line to `metrics.jsonl`, unbuffered, so that other processes can read it meanwhile.
 
@@ -38,6 +50,7 @@ class Journal:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._file: Any = None
+        self._crc = 0  # of everything in the file
         self._pending: list[str] = []  # lines that a full disk has refused
         self._known: Counter[str] = Counter()  # lines of repeated steps that the file already has
 
@@ -46,34 +59,51 @@ class Journal:
         self.finish()
         folder = self._folder / project_name
         folder.mkdir(parents=True, exist_ok=True)
-        self._file = (folder / JOURNAL).open("ab", buffering=0)
+        self._open(folder / JOURNAL)
         self._write({"config": config or {}})
 
-    def reopen(self, position: int | None, step: int = 0, sent: int = 0) -> None:
+    def reopen(self, mark: JournalMark | None, step: int = 0, sent: int = 0) -> None:
         """Open the file of a run that is resumed.
 
-        Lines after `position` belong to steps that will be computed again. Those that a tracking server may have are
+        Lines after `mark` belong to steps that will be computed again. Those that a tracking server may have are
         kept and not written a second time, so that the server and the file stay equal; the others are removed.
 
         Args:
-            position: Size of the file when the checkpoint was saved; None keeps every line (the step is unknown).
+            mark: The file when the checkpoint was saved; None keeps every line (the step is unknown).
             step: Step of the checkpoint.
             sent: Offset up to which a server may have the file.
         """
         path = self._folder / JOURNAL
-        self._file = path.open("ab", buffering=0)
-        size, start = path.stat().st_size, position or 0
+        position = None if mark is None else mark.num_bytes
+        size, start = path.stat().st_size if path.exists() else 0, position or 0
         if size < start:
             say(f"{path} has lost its last lines: metrics of steps before step {step:,} are missing")
         end = _line_end(path, size if position is None else max(position, min(sent, size)))
+        if mark is not None:
+            _report_damage(path, mark)
         if size > end:
-            self._file.truncate(end)
+            os.truncate(path, end)
+        self._open(path)
         repeated = _repeated_lines(path, start, step) if sent or position is None else []
         self._known = Counter(text for text, _ in repeated)
         if repeated and position is not None:
             first, last = min(number for _, number in repeated), max(number for _, number in repeated)
             steps = f"step {first:,}" if first == last else f"steps {first:,}-{last:,}"
             say(f"metrics of {steps} are kept: the tracking server has them already")
+
+    def _open(self, path: Path) -> None:
+        self._file = path.open("ab", buffering=0)
+        self._crc = crc_of(path)
+
+    def mark(self) -> JournalMark:
+        """Write pending lines, and return the size of the file and its checksum."""
+        self.flush()
+        if self._file is None:
+            return JournalMark(0)
+        try:
+            return JournalMark(os.stat(self._file.name).st_size, checksum_text(self._crc))
+        except OSError:  # it was deleted, and cannot be created again
+            return JournalMark(0)
 
     def log(self, values: dict[str, Any], step: int | None = None) -> None:
         """Write one line."""
@@ -108,6 +138,7 @@ class Journal:
         try:
             if self._file.write(lines) < len(lines):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            self._crc = zlib.crc32(lines, self._crc)
             self._pending.clear()
         except OSError as error:  # keep the lines in memory, and no partial line on the disk
             log_info_once(
@@ -127,16 +158,16 @@ class Journal:
     def _recreate(self) -> bool:
         """Create the file again after it was deleted; False while that is not possible."""
         path = Path(self._file.name)
+        before = self._file
         try:
-            file = path.open("ab", buffering=0)
+            self._open(path)
         except OSError as error:
             log_info_once(
                 f"{path} was removed and cannot be created ({error.strerror or error}): its lines are kept in memory"
             )
             return False
         say(f"{path} was removed during the run: the metrics so far are lost, and a new file is started")
-        self._file.close()
-        self._file = file
+        before.close()
         return True
 
     def finish(self) -> None:
@@ -174,8 +205,48 @@ def complete_lines(path: Path, start: int = 0, max_bytes: int = -1) -> Iterator[
         yield line, start
 
 
+def _report_damage(path: Path, mark: JournalMark) -> None:
+    """Report lines that cannot be read, or that are not what the run wrote, up to a mark."""
+    try:
+        with path.open("rb") as file:
+            text = file.read(mark.num_bytes)
+    except FileNotFoundError:
+        return
+    damaged = [number for number, line in enumerate(text.split(b"\n")[:-1], 1) if not _is_readable(line)]
+    if damaged:
+        lines = "line" if len(damaged) == 1 else "lines"
+        say(f"{path} is damaged: {lines} {_ranges(damaged)} cannot be read; what was logged there is missing")
+    elif len(text) == mark.num_bytes and mark.checksum not in ("", checksum_text(zlib.crc32(text))):
+        num_lines = text.count(b"\n")
+        say(
+            f"{path} is damaged or was edited: its first {num_lines:,} lines are not those that the run wrote, so some "
+            "of their metrics may be wrong"
+        )
+
+
+def _ranges(numbers: list[int]) -> str:
+    """Write increasing numbers as ranges, such as "3-5, 9"; at most the first few."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1][1:] = [number]
+        else:
+            runs.append([number])
+    more = f" and {len(runs) - _MAX_RANGES} more" if len(runs) > _MAX_RANGES else ""
+    return ", ".join("-".join(map(str, run)) for run in runs[:_MAX_RANGES]) + more
+
+
+def _is_readable(line: bytes) -> bool:
+    try:
+        return isinstance(json.loads(line), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
 def _line_end(path: Path, position: int) -> int:
     """Return the end of the last complete line up to a position, which an edit of the file may have moved."""
+    if not path.exists():
+        return 0
     with path.open("rb") as file:
         return file.read(position).rfind(b"\n") + 1
 

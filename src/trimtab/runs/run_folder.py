@@ -21,7 +21,7 @@ from trimtab.checkpoint.process_identity import is_running
 from trimtab.checksums import checksum_text
 from trimtab.errors import CheckpointError, RecipeError, as_argument
 from trimtab.log import log_info_once, say
-from trimtab.runs.journal import JOURNAL, Journal, first_line_end
+from trimtab.runs.journal import JOURNAL, Journal, JournalMark, first_line_end
 from trimtab.runs.lock import LOCK, RunLock, lock_holder
 from trimtab.runs.lost_status import CHECKPOINTS as CHECKPOINTS
 from trimtab.runs.lost_status import RECIPE, rebuild_status, run_facts
@@ -181,25 +181,26 @@ class RunFolder:
         with self._writing:
             return run_facts(self._status)
 
-    def start(self, config: dict[str, Any], num_steps: int, journal_position: int | None = None, step: int = 0) -> None:
+    def start(self, config: dict[str, Any], num_steps: int, mark: JournalMark | None = None, step: int = 0) -> None:
         """Open the journal and record that the run has started or resumed.
 
         Args:
             config: The recipe.
             num_steps: Total number of steps.
-            journal_position: Size of the journal at the checkpoint; None starts the journal from the first step.
+            mark: The journal at the checkpoint; None starts the journal from the first step.
             step: Step of that checkpoint.
         """
         with self._journal_lock():
             sent = sent_bytes(self.path)
-            if journal_position is None and sent:
-                journal_position = first_line_end(self.path / JOURNAL)
+            if mark is None and sent:
+                end = first_line_end(self.path / JOURNAL)
+                mark = None if end is None else JournalMark(end)
             try:
-                if journal_position is None:
+                if mark is None:
                     (self.path / JOURNAL).unlink(missing_ok=True)
                     self._journal.start(".", config)
                 else:
-                    self._journal.reopen(journal_position, step, sent)
+                    self._journal.reopen(mark, step, sent)
             except OSError as error:
                 raise _write_error(self.path / JOURNAL, error) from error
         if not os.path.isdir(self._status.get("directory", "")):  # a new run, or one that was moved with its files
@@ -237,11 +238,9 @@ class RunFolder:
             except OSError as error:  # a full disk must not end a run
                 log_info_once(f"{self.path / _STATUS} cannot be written: {error.strerror or error}")
 
-    def journal_position(self) -> int:
-        """Write pending lines and return the size of the journal in bytes."""
-        self._journal.flush()
-        path = self.path / JOURNAL
-        return path.stat().st_size if path.exists() else 0
+    def journal_mark(self) -> JournalMark:
+        """Write pending lines, and return the size and the checksum of the journal."""
+        return self._journal.mark()
 
     def finish(self, state: str, *, before_upload: Callable[[], None] = lambda: None, **facts: Any) -> None:
         """Write the final state, end the uploader and release the folder.
@@ -306,9 +305,9 @@ class ReadOnlyRunFolder:
         """Return nothing: rank 0 saves the facts."""
         return {}
 
-    def journal_position(self) -> int:
-        """Return 0: rank 0 saves the position."""
-        return 0
+    def journal_mark(self) -> JournalMark:
+        """Return nothing: rank 0 saves it."""
+        return JournalMark(0)
 
     def _leave_to_rank_0(self, *_: Any, **__: Any) -> None:
         pass

@@ -3,6 +3,7 @@
 from typing import Any
 
 from trimtab.errors import CheckpointError
+from trimtab.runs.journal import JournalMark
 from trimtab.training.best_model import BestModel
 from trimtab.training.data_position import DataPosition
 from trimtab.training.run_state import RunState
@@ -17,7 +18,7 @@ class LoopState:
         run: The progress of the run, which is restored in place.
         position: The position in the training data.
         best_model: The best model.
-        writer: Knows the length of the journal.
+        writer: Knows the size and the checksum of the journal.
         parts: Objects with a state, by their key in the checkpoint; None if a part has no state.
     """
 
@@ -27,7 +28,7 @@ class LoopState:
         self._run, self._position, self._best_model = run, position, best_model
         self._writer, self._parts = writer, parts
         self._ended: str | None = None  # why the run whose state was loaded had ended
-        self.journal_position = 0  # length of the journal when the loaded state was saved
+        self.journal_mark = JournalMark(0)  # the journal when the loaded state was saved
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the loop."""
@@ -41,7 +42,7 @@ class LoopState:
             "has_kept": self._best_model.is_kept,
             # why the run ended with this state; an interrupted run has not ended
             "ended": run.stop_reason if run.should_stop and run.interruption is None else None,
-            "journal": self._writer.position(),
+            "journal": list(self._writer.journal_mark()),
             **{name: None if part is None else part.state_dict() for name, part in self._parts.items()},
         }
 
@@ -68,7 +69,9 @@ class LoopState:
                 part.load_state_dict(state[name])
         run.step, run.metrics = state["step"], dict(state["metrics"])
         self._position.num_passed_over, self._best_model.is_kept = state["num_passed_over"], state["has_kept"]
-        self.journal_position, self._ended = state["journal"], state["ended"]
+        journal = state["journal"]  # checkpoints of older versions have only the size
+        self.journal_mark = JournalMark(*journal) if isinstance(journal, list) else JournalMark(journal)
+        self._ended = state["ended"]
 
     def end_as_saved(self) -> None:
         """End the run if the loaded state is the last one of a finished run."""

@@ -12,17 +12,18 @@ from trimtab.errors import CheckpointError
 from trimtab.log import say
 from trimtab.model.hub import is_adapter
 from trimtab.optim.schedules import copy_shapes, reshape
+from trimtab.runs.journal import JournalMark
 from trimtab.runs.run_folder import CHECKPOINTS, find_run
 from trimtab.runs.start_point import StartPoint
 from trimtab.training.checkpoints import numeric_differences
 from trimtab.training.loop import Trainer
 
 
-def resume_trainer(trainer: Trainer, engine: Engine, beginning: StartPoint) -> int | None:
+def resume_trainer(trainer: Trainer, engine: Engine, beginning: StartPoint) -> JournalMark | None:
     """Load the checkpoint of a start point into a trainer, which keeps the learning rates that it was built with.
 
     Returns:
-        The length of the valid part of the run's journal, in bytes; None if the run starts from scratch.
+        The valid part of the run's journal; None if the run starts from scratch.
     """
     if beginning.checkpoint is None:
         return None
@@ -51,7 +52,7 @@ def resume_trainer(trainer: Trainer, engine: Engine, beginning: StartPoint) -> i
         trainer.best_model.forget()
     if step >= trainer.state.num_steps:
         say("all steps of the run are done; to continue: --set train.epochs=…")
-    return trainer.loop_state.journal_position
+    return trainer.loop_state.journal_mark
 
 
 def _repair_best_model(trainer: Trainer, engine: Engine, run: Path, checkpoint: Path) -> None:

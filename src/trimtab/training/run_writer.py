@@ -3,6 +3,7 @@
 from typing import Any, Protocol
 
 from trimtab.errors import CheckpointError
+from trimtab.runs.journal import JournalMark
 
 
 class RunWriter(Protocol):
@@ -21,8 +22,8 @@ class RunWriter(Protocol):
     def record(self, values: dict[str, Any], step: int) -> None:
         """Append values of a step to the journal."""
 
-    def position(self) -> int:
-        """Return the length of the journal in bytes."""
+    def journal_mark(self) -> JournalMark:
+        """Return the size and the checksum of the journal."""
 
     def write_bad_rows(self, step: int, rows: list[int]) -> str:
         """Write the rows of a step to a file for inspection, and return the file."""
