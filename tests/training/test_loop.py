@@ -294,8 +294,12 @@ class EvaluatedRows:
 def test_limited_evaluation(train, limit, num_rows):
     """The same rows each time, and not just the longest ones, which stand first in an evaluation."""
     seen = EvaluatedRows()
-    train([seen], metrics={"seen": seen.metric}, train={"epochs": 2}, limits={"eval": limit})
+    result = train([seen], metrics={"seen": seen.metric}, train={"epochs": 2}, limits={"eval": limit})
     first, second = seen.rows
+    named = "24 held-out rows" if num_rows == 24 else f"{num_rows} of 24 held-out rows"
+    assert f" training rows, {named};" in " ".join(result.plan.describe())
+    card = (result.best / "README.md").read_text()
+    assert f"On {'the held-out rows' if num_rows == 24 else named} at step" in card
     assert first == second
     assert len(first) == num_rows
     if num_rows == 8:
@@ -324,6 +328,7 @@ def test_overfit_batches(train, group_by_length):
     )
     losses = [line["eval_loss"] for line in lines_of(result.folder) if "eval_loss" in line]
     assert result.fit.step == 60
+    assert "On 2 batches of training rows (limits.overfit_batches) at step" in (result.best / "README.md").read_text()
     assert losses[-1] < 0.2
     assert trained[:2] == trained[2:4] == trained[-2:]
     assert len(seen.rows) == 2

@@ -129,17 +129,28 @@ def make_loader(
     return DataLoader(rows, batch_sampler=batches, collate_fn=collate)
 
 
+def _eval_batch_size(recipe: Recipe, micro_batch: int) -> int:
+    return recipe.evaluate.batch_size or max(micro_batch, 8)
+
+
+def num_scored_rows(recipe: Recipe, num_rows: int, micro_batch: int) -> int:
+    """The number of held-out rows that an evaluation scores, which `limits.eval` reduces."""
+    batch_size = _eval_batch_size(recipe, micro_batch)
+    limit = 3 if recipe.limits.fast_dev_run else limited(recipe.limits.eval, math.ceil(num_rows / batch_size))
+    return num_rows if limit is None else min(num_rows, limit * batch_size)
+
+
 def eval_loader(recipe: Recipe, collate: Callable[..., Any], tokens: TokenDataset, plan: Plan) -> DataLoader[Any]:
     """A loader of evaluation rows, longest first; with `limits.eval`, of rows sampled with the seed.
 
     Rows are always collated as in epoch 0, so all evaluations of a run mask the same tokens.
     """
-    batch_size = recipe.evaluate.batch_size or max(plan.global_micro_batch, 8)
-    limit = 3 if recipe.limits.fast_dev_run else limited(recipe.limits.eval, math.ceil(len(tokens) / batch_size))
+    batch_size = _eval_batch_size(recipe, plan.global_micro_batch)
     lengths, rows = tokens.lengths, list(range(len(tokens)))
-    if limit is not None:
+    num_rows = num_scored_rows(recipe, len(tokens), plan.global_micro_batch)
+    if num_rows < len(tokens):
         order = torch.randperm(len(tokens), generator=torch.Generator().manual_seed(recipe.seed))
-        rows = sorted(order[: limit * batch_size].tolist())
+        rows = sorted(order[:num_rows].tolist())
     batches = LengthGroupedBatches(
         [lengths[row] for row in rows], batch_size, batch_size, seed=recipe.seed, shuffle=False
     )

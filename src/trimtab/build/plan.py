@@ -2,7 +2,7 @@
 
 import math
 
-from trimtab.build.batches import fast_steps, train_batches
+from trimtab.build.batches import fast_steps, num_scored_rows, train_batches
 from trimtab.build.parts import Data, Loaded, Tokens
 from trimtab.data.batching import LengthGroupedBatches, padding_share
 from trimtab.engine.engine import Engine
@@ -67,6 +67,8 @@ def make_plan(
     steps_per_epoch = 0
     if batches is not None:
         num_steps, steps_per_epoch = count_steps(recipe, batches)
+    num_eval_rows = 0 if tokens is None or tokens.eval is None else len(tokens.eval)
+    micro_batch = min(spec.micro_batch * num_processes, recipe.train.batch_size)
     return Plan(
         device=device,
         spec=spec,
@@ -77,7 +79,8 @@ def make_plan(
         steps_per_epoch=steps_per_epoch,
         warmup_steps=count_warmup(recipe, num_steps or 0),
         num_train_rows=0 if tokens is None else len(tokens.train),
-        num_eval_rows=0 if tokens is None or tokens.eval is None else len(tokens.eval),
+        num_eval_rows=num_eval_rows,
+        num_scored_rows=num_scored_rows(recipe, num_eval_rows, micro_batch),
         num_parameters=num_parameters,
         num_trainable=num_trainable,
         max_length=max_length if tokens is None else tokens.max_length,

@@ -176,9 +176,18 @@ def _model_card(run: ResolvedRun) -> dict[str, Any]:
         "columns": run.data.task.columns,
         "max_length": run.plan.max_length,
         "metric": run.plan.metric,
+        "scored_on": _scored_on(run),
         "recipe": with_absolute_paths(run.recipe).model_dump(mode="json"),  # `merge` reads its data again
         "data": {part: _facts_of_rows(rows) for part, rows in parts.items() if rows is not None},
     }
+
+
+def _scored_on(run: ResolvedRun) -> str:
+    """The rows of which the metrics are, in words."""
+    if num_batches := run.recipe.limits.overfit_batches:
+        return f"{num_batches} batches of training rows (limits.overfit_batches)"
+    plan = run.plan
+    return "the held-out rows" if plan.num_scored_rows == plan.num_eval_rows else plan.held_out_words()
 
 
 def _facts_of_rows(rows: Rows) -> dict[str, Any]:

@@ -90,7 +90,8 @@ def model_card(facts: Mapping[str, Any], subject: CardSubject) -> str:
         rows = [(name, _number(value)) for name, value in sorted(facts["metrics"].items())]
         whose = "Of the original model, on" if _FORMS & facts.keys() else "On"
         at = f" at step {facts['step']:,}" if isinstance(facts.get("step"), int) else ""
-        parts += ["## Quality", f"{whose} the held-out rows{at}:", _table(("metric", "value"), rows)]
+        rows_scored = public_text(str(facts.get("scored_on", "the held-out rows")))
+        parts += ["## Quality", f"{whose} {rows_scored}{at}:", _table(("metric", "value"), rows)]
     if isinstance(facts.get("data"), Mapping) and facts["data"]:
         sources = [
             (

@@ -26,6 +26,7 @@ class Plan:
         texts: The value of each technique, as written to plan.json.
         micro_batch_tokens: The maximum number of tokens in a packed micro-batch of one process; None if batches are
             divided by rows.
+        num_scored_rows: The number of held-out rows that an evaluation scores; None in plans of older versions.
         outlook: The prediction, or the measurements of trial steps.
     """
 
@@ -45,6 +46,7 @@ class Plan:
     padding_share: float
     metric: str
     micro_batch_tokens: int | None = None
+    num_scored_rows: int | None = None
     outlook: AnyOutlook | None = field(default=None)
 
     def __getattr__(self, name: str) -> Any:
@@ -99,6 +101,12 @@ class Plan:
             **outlook_as_dict(self.outlook),
         }
 
+    def held_out_words(self) -> str:
+        """How many held-out rows there are, or of how many of them an evaluation scores some."""
+        scored = self.num_scored_rows
+        some = "" if scored in (None, self.num_eval_rows) else f"{scored:,} of "
+        return f"{some}{self.num_eval_rows:,} held-out rows"
+
     def describe(self) -> list[str]:
         """Return the lines that are logged before a run starts."""
         trainable = f"{_millions(self.num_trainable)} of {_millions(self.num_parameters)} parameters are trainable"
@@ -112,7 +120,7 @@ class Plan:
             f"{where}, {self.precision}, {self.spec[OptimizerState.key]}; {trainable}",
             *([f"techniques: {techniques}"] if techniques else []),
             *([] if self.outlook is None else [self.outlook.words()]),
-            f"{self.num_train_rows:,} training rows, {self.num_eval_rows:,} held-out rows; length ≤ {self.max_length}, "
+            f"{self.num_train_rows:,} training rows, {self.held_out_words()}; length ≤ {self.max_length}, "
             f"{self.padding_share:.1%} padding",
             f"{self.num_steps:,} steps of {self.batch_size} rows{cut} ({self.steps_per_epoch:,} per epoch), "
             f"warmup {self.warmup_steps:,}; best model by {self.metric}",
