@@ -122,6 +122,31 @@ def test_long_prompts_keep_their_end(caplog):
         generate_texts(loaded, [prompt], 0)
 
 
+@pytest.mark.parametrize(
+    ("prompt", "problem"),
+    [
+        ([{"content": "x"}], "prompt 1: the conversation contains a message without a role"),
+        ({"content": "x"}, "prompt 1: the conversation is empty, expected a list of messages"),
+        ([{"role": "user"}], "prompt 1: the conversation contains a message without content"),
+        ([{"role": "robot", "content": "x"}], "prompt 1: the chat template drops message 1 (role 'robot')"),
+        ({"messages": [{"role": "user", "content": "x"}], "tools": [{"name": "f"}]}, "chat template drops the tools"),
+        ([{"role": "user", "content": "no"}], "prompt 1: the chat template rejects the conversation (not now)"),
+        ([3], "prompt 1: the conversation contains a int, expected a message"),
+    ],
+)
+def test_conversations_that_training_refuses(prompt, problem):
+    loaded = writer("gpt2")
+    loaded.tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.content == 'no' %}{{ raise_exception('not now') }}{% endif %}"
+        "{% if m.role in ('user', 'assistant') %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+    chat = LoadedModel(loaded.model, loaded.tokenizer, "chat")
+    with pytest.raises(DataError) as caught:
+        generate_texts(chat, [prompt], 3)
+    assert problem in caught.value.problem
+    assert len(generate_texts(chat, [[{"from": "human", "value": "x"}]], 3)) == 1
+
+
 def test_inputs_that_make_no_sense():
     loaded = writer("gpt2")
     assert generate_texts(loaded, [], 3) == []

@@ -146,6 +146,9 @@ def test_the_text_column(tmp_path, caplog, header, facts, text, columns):
             {"columns": {"messages": "messages", "tools": "tools"}},
             "weather <user> a",
         ),
+        ({"messages": [{"role": "user", "content": "a"}], "tools": [{"name": "weather"}]}, {}, "weather <user> a"),
+        ({"messages": [{"role": "user", "content": "a"}], "id": 1}, {"columns": {"prompt": "question"}}, "<user> a"),
+        ({"prompt": "a", "id": 1}, {"columns": {"messages": "conversations"}}, "<user> a"),
     ],
 )
 def test_chat_rows(tmp_path, row, facts, asked):

@@ -7,7 +7,9 @@ from typing import Any
 import torch
 
 from trimtab.data.tasks.base import GENERATING_TASKS
+from trimtab.data.tasks.chat_template import Renderer
 from trimtab.data.tasks.decoder_start import generation_start
+from trimtab.data.tasks.messages import BadMessages, as_messages, as_tools
 from trimtab.errors import DataError, ModelError, RecipeError
 from trimtab.inference.batches import Example, padded_batches
 from trimtab.inference.load import LoadedModel
@@ -132,8 +134,9 @@ def tokenize_prompts(loaded: LoadedModel, prompts: Sequence[Prompt], max_new_tok
     room = limit - max_new_tokens if limit is not None and continues_prompt else limit
     examples: list[Example] = []
     num_truncated = 0
+    renderer = _renderer(loaded)
     for index, prompt in enumerate(prompts):
-        tokens = _prompt_tokens(loaded, prompt, index)
+        tokens = _prompt_tokens(loaded, prompt, index, renderer)
         if room is not None and len(tokens) > room:
             # A decoder continues the end of the prompt, so the start is dropped; for an encoder, the end is dropped.
             tokens = tokens[-room:] if continues_prompt else tokens[:room]
@@ -144,24 +147,33 @@ def tokenize_prompts(loaded: LoadedModel, prompts: Sequence[Prompt], max_new_tok
     return examples
 
 
-def _prompt_tokens(loaded: LoadedModel, prompt: Prompt, index: int) -> list[int]:
+def _renderer(loaded: LoadedModel) -> Renderer | None:
+    """Return the renderer of conversations; None for models without a chat template that need none."""
+    if loaded.task_name != "chat":
+        return None
+    if not loaded.tokenizer.chat_template:
+        raise ModelError("this chat model has no chat template", "set tokenizer.chat_template")
+    return Renderer(loaded.tokenizer)
+
+
+def _prompt_tokens(loaded: LoadedModel, prompt: Prompt, index: int, renderer: Renderer | None) -> list[int]:
     tokenizer = loaded.tokenizer
-    tools = None
-    if isinstance(prompt, Mapping):
-        tools = prompt.get("tools")
-        prompt = prompt["messages"]
     is_text = isinstance(prompt, str)
-    if not is_text and (loaded.task_name != "chat" or not all(isinstance(turn, dict) for turn in prompt)):
-        raise DataError(f"prompt {index + 1} is {prompt!r}", "pass texts; lists of messages are for chat models")
     tokens: list[int]
-    if loaded.task_name == "chat":
-        if not tokenizer.chat_template:
-            raise ModelError("this chat model has no chat template", "set tokenizer.chat_template")
-        messages = [{"role": "user", "content": prompt}] if is_text else list(prompt)
-        text = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True)
+    if renderer is not None:
+        turns: Any = [{"role": "user", "content": prompt}] if is_text else prompt
+        whole = turns if isinstance(turns, Mapping) else {"messages": turns}
+        try:
+            tools = as_tools(whole.get("tools"), "tools")
+            text = renderer.render_prompt(as_messages(whole.get("messages"), "messages"), tools)
+        except BadMessages as error:
+            problem = error.problem.replace("column 'messages'", "the conversation")
+            raise DataError(f"prompt {index + 1}: {problem}", error.cure) from error
         tokens = tokenizer(text, add_special_tokens=False)["input_ids"]  # the template writes them
-    else:
+    elif is_text:
         tokens = tokenizer(prompt)["input_ids"]
+    else:
+        raise DataError(f"prompt {index + 1} is {prompt!r}", "pass texts; lists of messages are for chat models")
     if loaded.task_name == "causal-lm" and tokens[-1:] == [tokenizer.eos_token_id]:
         tokens = tokens[:-1]  # after EOS a model starts another text
     first = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.pad_token_id

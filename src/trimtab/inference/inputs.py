@@ -4,7 +4,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from trimtab.data.rows import Rows
-from trimtab.data.tasks.columns import MESSAGE_NAMES, PAIR_NAMES, PROMPT_NAMES, TEXT_NAMES, find, find_pair, is_missing
+from trimtab.data.tasks.columns import (
+    MESSAGE_NAMES,
+    PAIR_NAMES,
+    PROMPT_NAMES,
+    TEXT_NAMES,
+    column_list,
+    find,
+    find_pair,
+    is_missing,
+)
 from trimtab.data.tasks.messages import BadMessages, as_messages, as_tools, read_prompt
 from trimtab.data.tasks.texts import text_problem
 from trimtab.errors import DataError
@@ -39,7 +48,10 @@ def read_inputs(loaded: LoadedModel, rows: Rows, columns: str | Sequence[str] | 
 def _choose_columns(loaded: LoadedModel, rows: Rows, wanted: str | Sequence[str] | None) -> list[str]:
     roles = ("messages", "prompt") if loaded.task_name == "chat" else ("text",)
     known = loaded.facts.get("recipe", {}).get("data", {}) | loaded.facts.get("columns", {})
-    given = wanted or next((known[role] for role in roles if known.get(role)), None)
+    trained = next((known[role] for role in roles if known.get(role)), None)
+    if loaded.task_name == "chat" and not set(column_list(trained or ())) & set(rows.names):
+        trained = None  # conversations in another form, which is recognized as in training
+    given = wanted or trained
     if given is not None:
         return [given] if isinstance(given, str) else list(given)
     if len(rows.names) == 1:
@@ -86,7 +98,7 @@ def _read_messages(loaded: LoadedModel, rows: Rows, index: int, names: list[str]
         if not isinstance(first, list) and not (isinstance(first, str) and names[0] in MESSAGE_NAMES):
             return read_prompt(rows, index, names, columns.get("system"))
         messages = as_messages(first, names[0])
-        tools_column = columns.get("tools")
+        tools_column = columns.get("tools") or "tools"
         tools = as_tools(rows.columns[tools_column][index], tools_column) if tools_column in rows.columns else None
     except BadMessages as error:
         raise DataError(f"{rows.location(index)}: {error.problem}", error.cure) from error

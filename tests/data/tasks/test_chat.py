@@ -366,7 +366,11 @@ def test_columns_that_the_user_names(fresh_gpt):
         ([{"content": "hello"}], "contains a message without a role"),
         ([{"role": "user", "content": "hello"}], "contains no answer: the roles are user"),
         ([{"role": "user", "content": "a"}, {"role": "assistant", "content": " "}], "contains an empty answer"),
-        ([{"role": "user", "content": "a"}, {"role": "assistant", "content": None}], "contains an empty answer"),
+        (
+            [{"role": "user", "content": "a"}, {"role": "assistant", "content": None}],
+            "contains a message without content",
+        ),
+        ([{"role": "user"}, {"role": "assistant", "content": "a"}], "contains a message without content (role 'user')"),
         ([{"role": "user", "content": [{"type": "image"}]}], "contains a message with a part 'image'"),
     ],
 )

@@ -95,8 +95,25 @@ class Renderer:
         ended = [self._with_end_of_turn(text, start, end) for start, end in answers]
         return Rendered(text, ended, all(self._special_last.search(text[start:end]) for start, end in ended))
 
+    def render_prompt(self, messages: list[Message], tools: list[Any] | None = None) -> str:
+        """Render a conversation up to the point where the model generates the next answer.
+
+        Raises:
+            BadMessages: If the template rejects the conversation, or drops a message, tool calls or tools.
+        """
+        self._tools = tools
+        self._require_tools_written(messages)
+        return self._text(messages, for_generation=True)
+
     def _require_tools_written(self, messages: list[Message]) -> None:
-        """Reject conversations whose tool calls the template silently drops: the model would learn empty answers."""
+        """Reject conversations of which the template silently drops tools, tool calls or messages."""
+        if self._tools is not None:
+            text = self._text(messages)
+            tools, self._tools = self._tools, None
+            without = self._text(messages)
+            self._tools = tools
+            if text == without:
+                raise BadMessages("the chat template drops the tools: the model would not see them", _TOOLS_FIX)
         for index, message in enumerate(messages):
             role = message["role"]
             others = [_without_call(message, number) for number in range(_num_calls(message))]

@@ -170,6 +170,8 @@ def _message(entry: Any, column: str) -> Message:
     kept = {key: value for key, value in entry.items() if value is not None}
     if isinstance(kept.get("content"), list):
         kept["content"] = _text_of_parts(kept["content"], column)
+    if "content" not in kept and not kept.get("tool_calls"):
+        raise BadMessages(f"column {column!r} contains a message without content (role {role!r})", _FIX)
     return {"content": "", **kept, "role": _ROLES.get(role.casefold(), role.casefold())}
 
 
