@@ -25,6 +25,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+import product_order
 from trimtab import log
 from trimtab.hardware.inventory import describe_slow_precision
 
@@ -32,6 +33,8 @@ from trimtab.hardware.inventory import describe_slow_precision
 log._logged_once |= {describe_slow_precision(name, torch.device("cpu")) for name in ("fp16", "bf16", "bf16-pure")}
 
 atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
+
+product_order.change()
 
 # A job in the background of a shell ignores interrupts, one of nohup the end of a terminal; the tests send both.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

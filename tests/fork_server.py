@@ -20,6 +20,7 @@ from pathlib import Path
 import transformers.models.bert.modeling_bert  # noqa: F401  what follows is imported once, before the forks
 import transformers.models.bert.tokenization_bert  # noqa: F401
 
+import product_order
 import trimtab.cli.main
 import trimtab.inference.load
 from tiny_runs import TinyModels
@@ -52,6 +53,7 @@ def main() -> None:
 
 def prepare() -> None:
     """Do once what every child would repeat: transformers builds its tables when the first model is loaded."""
+    product_order.change()
     with tempfile.TemporaryDirectory() as folder:
         load_model(TinyModels(Path(folder)).folder("bert"), "masked-lm", {}, None)
     gc.collect()

@@ -29,7 +29,7 @@ def loaded_of(task, name="bert", seed=0, **head):
     torch.manual_seed(seed)
     tok = tokenizer()
     kinds = {"masked-lm": "masked-lm", "regress": "sequence-classification"}
-    spread = {"initializer_factor": 5.0} if name == "t5" else {"initializer_range": 0.5}
+    spread = {"initializer_factor": 2.0} if name == "t5" else {"initializer_range": 0.5}
     model = load_model(config_of(name) | spread, kinds.get(task, KINDS[name]), head, tok)
     if task == "chat":
         tok.chat_template = "{% for m in messages %}{{ m['content'] + eos_token }}{% endfor %}"
@@ -110,6 +110,7 @@ TASKS = {
 def test_every_task_agrees_with_its_metrics_in_training(task, monkeypatch):
     name, head, rows = TASKS[task]
     loaded = classifier("bad", "good") if task == "classify" else loaded_of(task, name, **head)
+    loaded.model.double()  # batches of other sizes round differently
     held_out = read_held_out(loaded, rows())
     found = evaluate(loaded, held_out, batch_size=7)
     assert found.metrics == pytest.approx(quality_of(loaded, held_out), rel=1e-5)

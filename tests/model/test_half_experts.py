@@ -43,7 +43,9 @@ def in_precision(model, name):
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_products_are_half_precision_and_gradients_are_those_of_fp32_rounded(shape):
-    plain, mixed = moe_model(shape), in_precision(moe_model(shape), "bf16")
+    # Each token goes to all experts: otherwise one rounding may choose another expert, as it may on another processor.
+    plain, mixed = (moe_model(shape, num_experts_per_tok=4) for _ in range(2))
+    in_precision(mixed, "bf16")
     (exact, exact_dtypes), (rounded, dtypes) = loss_of(plain), loss_of(mixed)
     assert exact_dtypes == {torch.float32}
     assert dtypes == {torch.bfloat16}
@@ -51,7 +53,7 @@ def test_products_are_half_precision_and_gradients_are_those_of_fp32_rounded(sha
     for (name, one), other in zip(plain.named_parameters(), mixed.parameters(), strict=True):
         if ".experts." in name and other.grad is not None:
             assert other.grad.dtype is torch.float32
-            assert (one.grad - other.grad).norm() < 0.1 * one.grad.norm(), name
+            assert (one.grad - other.grad).norm() < 4 * torch.finfo(torch.bfloat16).eps * one.grad.norm(), name
 
 
 def test_experts_without_autocast_are_unchanged():
@@ -111,7 +113,7 @@ def test_rows_that_half_precision_does_not_align_stay_fp32():
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of torch.compile about transformers
 def test_compiled_experts_compute_in_half_precision():
-    model = in_precision(moe_model(), "bf16")
+    model = in_precision(moe_model(num_experts_per_tok=4), "bf16")
     expected, _ = loss_of(model)
     gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
     model.zero_grad()
@@ -130,4 +132,4 @@ def test_compiled_experts_compute_in_half_precision():
     assert not any("fallback" in name for name in products), "which is for other dtypes than bf16"
     assert loss == pytest.approx(expected, rel=4 * torch.finfo(torch.bfloat16).eps)
     for one, other in zip(gradients, [p.grad for p in model.parameters() if p.grad is not None], strict=True):
-        assert (one - other).norm() <= 0.05 * one.norm()
+        assert (one - other).norm() <= 4 * torch.finfo(torch.bfloat16).eps * one.norm()
