@@ -237,7 +237,7 @@ def test_look_at_data(bert):
 # ---------------------------------------------------------------------- what goes wrong
 
 
-def test_a_folder_in_use_is_refused_and_untouched(bert, own_folder):
+def test_a_folder_in_use_is_refused_and_untouched(own_folder):
     mine = own_folder / "mine"
     mine.mkdir()
     (mine / "thesis.txt").write_text("years of work")
@@ -247,8 +247,17 @@ def test_a_folder_in_use_is_refused_and_untouched(bert, own_folder):
             quick(Recipe(model="no/such-model", data={"train": ROWS}, out=str(out)))
     assert [path.name for path in own_folder.rglob("*")] == ["mine", "thesis.txt"]
     assert (mine / "thesis.txt").read_text() == "years of work"
-    with pytest.raises(RecipeError, match="cannot be created"):
-        quick(Recipe(model=bert, data={"train": ROWS}, out=str(mine / "thesis.txt" / "run")))
+    with pytest.raises(RecipeError, match="cannot be created: Not a directory"):
+        quick(Recipe(model="no/such-model", data={"train": ROWS}, out=str(mine / "thesis.txt" / "run")))
+
+
+def test_a_folder_that_cannot_be_made_is_found_before_anything_is_loaded(as_somebody):
+    place, unprivileged = as_somebody
+    place.chmod(0o555)
+    for out in (place, place / "new" / "run"):
+        with unprivileged(), pytest.raises(RecipeError, match="cannot be created: Permission denied") as failure:
+            quick(Recipe(model="no/such-model", data={"train": ROWS}, out=str(out)))
+        assert "make the folder writable for this user, or choose another --out" in failure.value.cure
 
 
 @pytest.mark.parametrize(

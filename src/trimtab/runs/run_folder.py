@@ -1,6 +1,7 @@
 """The folder of a run: recipe, plan, journal, best model, and `run.json` with the progress of the run."""
 
 import contextlib
+import errno
 import itertools
 import json
 import os
@@ -396,17 +397,30 @@ def unfinished_run(home: Path, job: str | None = None) -> Path | None:
     return max(found)[1] if found else None
 
 
+def _require_writable(path: Path) -> None:
+    whole = path.absolute()
+    nearest = next(place for place in (whole, *whole.parents) if place.exists())
+    number = 0 if nearest.is_dir() else errno.ENOTDIR
+    if not number and not os.access(nearest, os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids):
+        number = errno.EACCES
+    if number:
+        error = OSError(number, os.strerror(number), str(whole))
+        cure = cure_for_os_error(error, "choose another --out")
+        raise RecipeError(f"{path} cannot be created: {error.strerror}", cure)
+
+
 def check_free(path: Path) -> None:
     """Check that a new run can use a folder; called before anything is loaded.
 
     Raises:
-        RecipeError: `path` exists and is not an empty folder.
+        RecipeError: `path` exists and is not an empty folder, or cannot be created.
     """
     try:
         is_used = path.exists() and (not path.is_dir() or not all(map(_is_lock_file, path.iterdir())))
     except OSError as error:
         raise RecipeError(f"{path} cannot be used: {error.strerror}", "choose another --out") from error
     if not is_used:
+        _require_writable(path)
         return
     if not path.is_dir():
         raise RecipeError(f"{path} is a file, and a run needs a folder", "choose another --out")
