@@ -163,6 +163,21 @@ def fork_server(tmp_path_factory):
 
 
 @pytest.fixture
+def process_group(tmp_path):
+    """The default process group, of this process alone; it ends in the order that cannot hang."""
+    from torch import distributed
+
+    from trimtab.distributed.gloo_threads import wait_for_idle_gloo
+
+    distributed.init_process_group(
+        "gloo", store=distributed.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1
+    )
+    yield
+    wait_for_idle_gloo()
+    distributed.destroy_process_group()
+
+
+@pytest.fixture
 def own_folder(tmp_path, monkeypatch):
     """The test works in an empty folder, which also holds its cache and its temporary files."""
     import tempfile

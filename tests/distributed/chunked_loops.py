@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from tiny_models import config_of
+from trimtab.distributed.gloo_threads import wait_for_idle_gloo
 from trimtab.model.load import load_model
 from trimtab.techniques.chunked_loss import build_task_loss as build_loss
 
@@ -49,4 +50,5 @@ def main(folder: Path) -> None:
         for how in ("plain", "chunked"):
             found[way, how] = gradients(DistributedDataParallel(a_model(), **settings), share, how)
     torch.save(found, folder / f"{rank}.pt")
+    wait_for_idle_gloo()
     dist.destroy_process_group()

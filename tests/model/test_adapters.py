@@ -538,20 +538,15 @@ def test_load_in_half_precision(tmp_path, caplog):
         assert "parameters in bf16" in caplog.messages[-1]
 
 
-def test_in_ddp(tmp_path):
+@pytest.mark.usefixtures("process_group")
+def test_in_ddp():
     """The reducer sees every gradient of the adapter, although the products are computed in place."""
-    from torch.distributed import FileStore, destroy_process_group, init_process_group
-
     model = plain("llama")
     add_adapter(model, LoraSpec(rank=2))
     stirred(model)
     expected = outcome(copy.deepcopy(model), batch("llama"))
-    init_process_group("gloo", store=FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
-    try:
-        wrapped = torch.nn.parallel.DistributedDataParallel(model)
-        assert adapter_of(wrapped) is adapter_of(model)
-        loss, _, gradients = outcome(wrapped, batch("llama"))
-        assert torch.equal(loss, expected[0])
-        assert all(torch.equal(expected[2][name.removeprefix("module.")], g) for name, g in gradients.items())
-    finally:
-        destroy_process_group()
+    wrapped = torch.nn.parallel.DistributedDataParallel(model)
+    assert adapter_of(wrapped) is adapter_of(model)
+    loss, _, gradients = outcome(wrapped, batch("llama"))
+    assert torch.equal(loss, expected[0])
+    assert all(torch.equal(expected[2][name.removeprefix("module.")], g) for name, g in gradients.items())

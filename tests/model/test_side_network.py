@@ -271,19 +271,14 @@ class TestRefusals:
             load_adapter(plain("llama"), folder)
 
 
-def test_in_ddp(tmp_path):
+@pytest.mark.usefixtures("process_group")
+def test_in_ddp():
     """The reducer sees every gradient of the side network, although hooks compute it."""
-    from torch.distributed import FileStore, destroy_process_group, init_process_group
-
     model = shaken(with_side("llama"))
     twin = copy.deepcopy(model)
     twin(**batch("llama")).loss.backward()
-    init_process_group("gloo", store=FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
-    try:
-        wrapped = torch.nn.parallel.DistributedDataParallel(model)
-        assert adapter_of(wrapped) is adapter_of(model)
-        wrapped(**batch("llama")).loss.backward()
-        for one, other in zip(model.side_network.parameters(), twin.side_network.parameters(), strict=True):
-            assert torch.equal(one.grad, other.grad)
-    finally:
-        destroy_process_group()
+    wrapped = torch.nn.parallel.DistributedDataParallel(model)
+    assert adapter_of(wrapped) is adapter_of(model)
+    wrapped(**batch("llama")).loss.backward()
+    for one, other in zip(model.side_network.parameters(), twin.side_network.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)

@@ -14,6 +14,7 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
+from trimtab.distributed.gloo_threads import wait_for_idle_gloo
 from trimtab.errors import LossError, PrepareError
 
 _PARAMETERS = inspect.signature(DistributedDataParallel.__init__).parameters
@@ -86,6 +87,9 @@ class DataParallel(DistributedDataParallel):
         self.reducer._rebuild_buckets()
         for parameter, gradient in zip(synced, gradients, strict=True):
             parameter.grad = gradient
+
+    def __del__(self) -> None:
+        wait_for_idle_gloo()  # the reducer, which is released next, may be the last to hold the process group
 
     def __getattr__(self, name: str) -> Any:
         try:

@@ -4,12 +4,11 @@ import atexit
 import contextlib
 import datetime
 import faulthandler
+import functools
 import os
 import platform
 import sys
-import time
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from trimtab.distributed.accelerate_state import make_partial_state
 from trimtab.distributed.consistency import require_same
 from trimtab.distributed.ddp import DataParallelOptions
 from trimtab.distributed.environment import RankInfo
+from trimtab.distributed.gloo_threads import wait_for_idle_gloo
 from trimtab.distributed.group import GroupWorld
 from trimtab.distributed.health.monitor import Monitor, PeerMonitor
 from trimtab.distributed.health.peers import Timeouts
@@ -48,6 +48,7 @@ def init_world(
     if place.num_processes == 1 and not dist.is_initialized():
         return World()
     is_new = not dist.is_initialized()
+    _leave_at_exit()
     timeout_s = timeout_s or Timeouts().busy_s
     if is_new:
         _connect(place, device, timeout_s)
@@ -82,7 +83,6 @@ def _connect(place: RankInfo, device: torch.device, timeout_s: float) -> None:
             f"rank {place.rank} of {place.num_processes}: the rendezvous at {endpoint} failed: {error}",
             "check that the port is free there, that every host reaches it, and that all processes were started",
         ) from error
-    atexit.register(_leave)
 
 
 def _device_backend(device: torch.device) -> str:
@@ -101,7 +101,6 @@ def _shared_monitor(place: RankInfo, timeout_s: float) -> PeerMonitor:
         _monitor = PeerMonitor(store, dist.get_rank(), dist.get_world_size(), Timeouts(busy_s=timeout_s))
         _monitor.start()
         _report_exceptions(_monitor)
-        atexit.register(_leave)
     return _monitor
 
 
@@ -129,36 +128,20 @@ def _report_exceptions(monitor: PeerMonitor) -> None:
     sys.excepthook = report
 
 
+@functools.cache  # once, however many engines there are
+def _leave_at_exit() -> None:
+    atexit.register(_leave)
+
+
 def _leave() -> None:
     global _monitor
     monitor, _monitor = _monitor, None
     if monitor is not None:
         monitor.stop()
+    wait_for_idle_gloo()
     if dist.is_initialized():
         with contextlib.suppress(Exception):  # an error here must not change the exit code
             dist.destroy_process_group()
-        _wait_for_idle_gloo()
-
-
-def _wait_for_idle_gloo(timeout_s: float = 2.0) -> None:
-    """Wait until no thread of gloo is running.
-
-    With DDP these threads outlive the process group. Some processes aborted at exit with "terminate called without an
-    active exception": as far as is known, such a thread released its last tensors while Python finalized.
-    """
-    deadline = time.monotonic() + timeout_s
-    while True:
-        time.sleep(0.02)  # without the interpreter's lock, for which a thread that releases a tensor may be waiting
-        if time.monotonic() > deadline or not any(map(_is_running_gloo, Path("/proc/self/task").glob("*"))):
-            return
-
-
-def _is_running_gloo(thread: Path) -> bool:
-    try:
-        name, state = (thread / "stat").read_text().partition("(")[2].rpartition(") ")[::2]
-    except OSError:  # it has ended
-        return False
-    return name.startswith("pt_gloo") and state.startswith(("R", "D"))
 
 
 def _versions() -> dict[str, str]:
