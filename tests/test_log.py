@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 
-from trimtab.log import quiet_package
+from trimtab.log import logger, quiet_on_request, quiet_package, say
 
 
 def test_a_quiet_package_gives_errors_only_and_is_restored(caplog):
@@ -25,3 +25,20 @@ def test_a_quiet_package_gives_errors_only_and_is_restored(caplog):
     assert theirs.level == logging.DEBUG
     with pytest.raises(UserWarning, match="again"):
         warnings.warn("again", stacklevel=1)
+
+
+def test_quiet_prints_errors_only_where_logging_is_not_configured(monkeypatch, capsys):
+    @quiet_on_request
+    def work(progress="auto"):
+        say("told")
+        logger.error("an error")
+
+    work(progress="quiet")
+    assert capsys.readouterr().err == "", "pytest has configured logging"
+    for one in (logging.getLogger(), logger):
+        monkeypatch.setattr(one, "handlers", [])
+    for expected in ("trimtab: an error\n", "trimtab: an error\n"):
+        work(progress="quiet")
+        assert capsys.readouterr().err == expected
+    work()
+    assert capsys.readouterr().err == "trimtab: told\ntrimtab: an error\n"

@@ -1,6 +1,7 @@
 """The spine: every task and start through `fit`, what a run leaves behind, and what a failing one leaves."""
 
 import json
+import logging
 import math
 import os
 import signal
@@ -249,6 +250,14 @@ def test_a_folder_in_use_is_refused_and_untouched(own_folder):
     assert (mine / "thesis.txt").read_text() == "years of work"
     with pytest.raises(RecipeError, match="cannot be created: Not a directory"):
         quick(Recipe(model="no/such-model", data={"train": ROWS}, out=str(mine / "thesis.txt" / "run")))
+
+
+def test_a_quiet_run_prints_nothing(bert, own_folder, monkeypatch, capfd):
+    """In an application that has not configured logging."""
+    for name in (None, "trimtab"):
+        monkeypatch.setattr(logging.getLogger(name), "handlers", [])
+    fit(Recipe(model=bert, data={"train": ROWS}, limits={"fast_dev_run": 1}), progress="quiet", device="cpu")
+    assert capfd.readouterr() == ("", "")
 
 
 def test_a_folder_that_cannot_be_made_is_found_before_anything_is_loaded(as_somebody):

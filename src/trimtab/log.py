@@ -1,5 +1,6 @@
 """The logger of trimtab. The library logs through it and never prints."""
 
+import functools
 import logging
 import os
 import threading
@@ -7,6 +8,10 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import ParamSpec, TextIO, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 logger = logging.getLogger("trimtab")
 _logged_once: set[str] = set()
@@ -42,17 +47,45 @@ for _name, _noise in _FOREIGN_NOISE.items():
     logging.getLogger(_name).addFilter(_is_not(_noise))
 
 
+def _show_unless_configured() -> logging.Handler | None:
+    """Print messages unless the application has configured logging; return the handler that does it, if any."""
+    if not logger.handlers and not logging.getLogger().handlers:
+        handler = _Printed()
+        handler.setFormatter(logging.Formatter("trimtab: %(message)s"))
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+    return next((handler for handler in logger.handlers if isinstance(handler, _Printed)), None)
+
+
+class _Printed(logging.StreamHandler[TextIO]):
+    """Prints messages of an application that has not configured logging."""
+
+
+def quiet_on_request(function: Callable[P, R]) -> Callable[P, R]:
+    """Let a function with `progress="quiet"` print errors only; handlers of the application get every message."""
+
+    @functools.wraps(function)
+    def called(*args: P.args, **kwargs: P.kwargs) -> R:
+        printed = _show_unless_configured() if kwargs.get("progress") == "quiet" else None
+        if printed is None:
+            return function(*args, **kwargs)
+        before = printed.level
+        printed.setLevel(logging.ERROR)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            printed.setLevel(before)
+
+    return called
+
+
 def say(message: str) -> None:
     """Log a message at level INFO, visible even if the application never configured logging.
 
     By default Python shows warnings only. If neither our logger nor the root logger has a handler, a stream handler is
     added to our logger. Nothing is added if the application has configured logging.
     """
-    if not logger.handlers and not logging.getLogger().handlers:
-        handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("trimtab: %(message)s"))
-        logger.addHandler(handler)
-        logger.setLevel(logging.INFO)
+    _show_unless_configured()
     logger.info(message)
 
 

@@ -14,6 +14,7 @@ from trimtab.build.start_point import find_start_point
 from trimtab.build.training import build_trainer
 from trimtab.data.metrics import check_own_metrics
 from trimtab.engine.engine import Engine
+from trimtab.log import quiet_on_request
 from trimtab.planner.out_of_memory import OutOfMemoryPicture
 from trimtab.planner.resolve import resolve_run
 from trimtab.recipe.load import LoadedRecipe, as_loaded
@@ -51,6 +52,7 @@ class Result:
         return f"Result(step={self.fit.step}{metrics}, folder={str(self.folder)!r}, best={best!r})"
 
 
+@quiet_on_request
 def fit(
     recipe: Recipe | LoadedRecipe | str | Path,
     *,
@@ -121,6 +123,7 @@ def fit(
     return Result(result, ended.plan, folder.path, best, engine.is_main_process)
 
 
+@quiet_on_request
 def resume(
     run: str | Path,
     *,
