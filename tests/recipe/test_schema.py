@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
+from trimtab.build.data import run_name
 from trimtab.errors import RecipeError
 from trimtab.recipe.schema import AdapterSettings, ModelSettings, Recipe
 from trimtab.recipe.schema_keys import keys_of
@@ -159,6 +160,15 @@ REFUSED = {
 def test_refused_values(key, value):
     with pytest.raises(RecipeError, match=key.partition(".")[0]):
         value_at(key, value)
+
+
+def test_names_on_databricks():
+    track = {"uri": "databricks", "experiment": "/Users/me@example.com/films", "register_as": "main.films.best"}
+    recipe = Recipe(model="m", data={"train": "a.csv"}, track=track)
+    assert (recipe.track.experiment, run_name(recipe)) == ("/Users/me@example.com/films", "films")
+    for wrong in ({"register_as": "films"}, {"experiment": "Users/films"}, {"experiment": "/Users/.."}):
+        with pytest.raises(RecipeError, match=f"track.{next(iter(wrong))}: found "):
+            Recipe(model="m", data={"train": "a.csv"}, track=track | wrong)
 
 
 @pytest.mark.parametrize(

@@ -22,12 +22,12 @@ pytestmark = [
 ]
 
 
-def make_run(path, num_lines=50, state="finished", track="none", **facts):
+def make_run(path, num_lines=50, state="finished", track="none", params=None, **facts):
     """A run as a training leaves it."""
     folder = RunFolder(path)
     (path / "recipe.yaml").write_text(f"model: tiny\ndata: {{train: reviews.csv}}\ntrack: {track}\n")
     (path / "plan.json").write_text("{}")
-    folder.start({"model": "tiny", "train": {"lr": 0.1}}, num_lines)
+    folder.start({"model": "tiny", "train": {"lr": 0.1}, **(params or {})}, num_lines)
     for step in range(1, num_lines + 1):
         folder.record({"loss": 1 / step, "eval_accuracy": step / 100}, step)
     if state != "running":

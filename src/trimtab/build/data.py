@@ -126,9 +126,9 @@ def texts_of(data: Data) -> list[str]:
 
 
 def run_name(recipe: Recipe) -> str:
-    """The experiment of a recipe; named after its data if it has none."""
+    """The experiment of a recipe as the name of a folder; named after its data if it has none."""
     if recipe.track.experiment:
-        return recipe.track.experiment
+        return recipe.track.experiment.rpartition("/")[2]
     source = recipe.data.train
     if isinstance(source, str | Path):
         words = [part.split("[")[0].split(":")[0].split(".")[0] for part in reversed(Path(str(source)).parts)]

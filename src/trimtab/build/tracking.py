@@ -54,7 +54,7 @@ def _about(recipe: Recipe, folder: Path) -> RunDescription:
     return RunDescription(
         **({} if known is None else {"run": known}),
         name=folder.absolute().name,
-        experiment=run_name(recipe),
+        experiment=recipe.track.experiment or run_name(recipe),
         params=flatten_params(recipe.model_dump(mode="json")),
         tags=origin_tags(folder),
         log_model=recipe.track.log_model,

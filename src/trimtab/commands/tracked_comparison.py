@@ -47,7 +47,7 @@ def track_comparison(comparison: Comparison, recipe: Recipe, folder: Path, files
     parts = [_results(outcome) for outcome in comparison.outcomes]
     name = folder.absolute().name
     whole = Results(name, params | {"verdict": verdict(comparison)}, {}, files, parts)
-    return log_results(whole, uri, run_name(recipe))
+    return log_results(whole, uri, recipe.track.experiment or run_name(recipe))
 
 
 def _results(outcome: Outcome) -> Results:

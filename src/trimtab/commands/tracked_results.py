@@ -112,7 +112,7 @@ def _place(model: str, facts: Mapping[str, Any]) -> tuple[str, str, str | None]:
     folder = next((place for place in (path, path.parent) if find_run(place) is not None), None)
     settings = facts.get("recipe")
     recipe = Recipe(**settings) if isinstance(settings, Mapping) else None
-    experiment = "evaluate" if recipe is None else run_name(recipe)
+    experiment = "evaluate" if recipe is None else recipe.track.experiment or run_name(recipe)
     if folder is None:
         return default_uri(), experiment, None
     uri = tracking_uri("local" if recipe is None else recipe.track.uri, folder)

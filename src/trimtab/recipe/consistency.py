@@ -238,6 +238,10 @@ def _in_layers_of_student(recipe: "Recipe") -> Iterator[Mistake]:
 
 
 def _in_the_rest(recipe: "Recipe") -> Iterator[Mistake]:
+    name = recipe.track.register_as
+    if name is not None and recipe.track.uri.startswith("databricks") and name.count(".") != 2:
+        text = f"found {shown(name)}; on Databricks write CATALOG.SCHEMA.NAME, such as main.default.{name}"
+        yield _mistake("track.register_as", text, "track.uri")
     limits = recipe.limits
     for name in ("train", "eval"):
         value = getattr(limits, name)

@@ -33,6 +33,7 @@ from trimtab.recipe.value_types import (
     ClassWeights,
     Column,
     Duration,
+    ExperimentName,
     FastDevRun,
     FolderName,
     FreezeDuration,
@@ -416,12 +417,14 @@ class TrackSettings(Section):
     uri: TrackingUri = "local"
     """local = MLFLOW_TRACKING_URI if it is set, else an MLflow store next to the runs (runs/mlflow.db); or the address
     of an MLflow server; none = no tracking. `track: none` is short for {uri: none}."""
-    experiment: FolderName | None = None
-    """Experiment that the run belongs to; its folder is runs/EXPERIMENT/NAME; null = named after the data."""
+    experiment: ExperimentName | None = None
+    """Experiment that the run belongs to; its folder is runs/EXPERIMENT/NAME; null = named after the data. On
+    Databricks a name is below /Shared; a path such as /Users/me@example.com/reviews is used as it is."""
     log_model: bool = True
     """Upload the best model to the tracking server."""
     register_as: FolderName | None = None
-    """Register the best model under this name; it gets the alias `best` if it beats the model that has it."""
+    """Register the best model under this name; it gets the alias `best` if it beats the model that has it. On
+    Databricks the name has three parts: catalog.schema.name."""
 
 
 class LimitSettings(Section):

@@ -319,6 +319,14 @@ def _folder_name(value: str) -> str:
     return value
 
 
+def _experiment_name(value: str) -> str:
+    folder, slash, name = value.rpartition("/")
+    if slash and not folder.startswith("/"):
+        raise ValueError("is neither a name nor a path from the root")
+    _folder_name(name)
+    return value
+
+
 def _metric_name(value: str) -> str:
     name = value.removeprefix("eval_").removeprefix("eval/").removeprefix("val_").removeprefix("val/")
     if name != value:
@@ -400,6 +408,11 @@ LayerTerm = Annotated[Any, Parsed(_TERM, _layer_term, "number object")]
 _WEIGHTS = "balanced, or a weight above 0 for each label: {spam: 3, ham: 1}"
 ClassWeights = Annotated[Any, Parsed(_WEIGHTS, _class_weights, "string object")]
 FastDevRun = Annotated[bool | int, Parsed("true, false, or a number of steps", _fast_dev_run, "boolean integer")]
+ExperimentName = Annotated[
+    str,
+    AfterValidator(_experiment_name),
+    Allowed("text without slashes, or a path such as /Users/me@example.com/reviews"),
+]
 FolderName = Annotated[str, AfterValidator(_folder_name), Allowed("text without slashes")]
 _URI = "local | none | databricks, or an address such as http://host:5000 or sqlite:///runs/mlflow.db"
 TrackingUri = Annotated[str, Parsed(_URI, _tracking_uri, "string boolean null")]

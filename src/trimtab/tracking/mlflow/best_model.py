@@ -145,7 +145,8 @@ def _register(client: "MlflowClient", name: str, model: Any, run_id: str, tags: 
 
     with suppress(MlflowException):
         client.create_registered_model(name)  # usually it exists; for any other error the next call raises
-    versions = client.search_model_versions(f"name = '{name}' AND run_id = '{run_id}'")
+    found = client.search_model_versions(f"name = '{name}'")  # Unity Catalog filters by nothing else, without tags
+    versions = [client.get_model_version(name, one.version) for one in found if one.run_id == run_id]
     version = next((known for known in versions if model_id_of(known) == model.model_id), None)
     if version is None:
         # The source is not models:/ID, which a store without a server would look up on MLflow's default server.

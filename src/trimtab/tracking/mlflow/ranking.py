@@ -12,6 +12,7 @@ from trimtab.addresses import redact
 from trimtab.data.metrics import higher_is_better
 from trimtab.errors import RecipeError, UserError
 from trimtab.tracking.mlflow.best_model import HIGHER_IS_BETTER, METRIC, METRICS, VALUE
+from trimtab.tracking.mlflow.server import is_databricks
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -61,7 +62,7 @@ class Ranking:
 def rank_experiment(client: "MlflowClient", uri: str, name: str, metric: str | None) -> Ranking:
     """Rank the runs of an experiment, as `rank_runs` describes."""
     experiment = client.get_experiment_by_name(name)
-    if experiment is None and uri.startswith("databricks"):
+    if experiment is None and is_databricks(uri):
         experiment = client.get_experiment_by_name(f"/Shared/{name}")
     if experiment is None or experiment.lifecycle_stage == "deleted":
         names = [known.name for known in client.search_experiments()]

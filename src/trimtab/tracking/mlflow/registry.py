@@ -25,7 +25,7 @@ from trimtab.model.hub import is_adapter
 from trimtab.tracking.mlflow.best_model import ALIAS, NOT_FOUND, WEIGHTS, digest, model_id_of
 from trimtab.tracking.mlflow.model_folder import MODEL
 from trimtab.tracking.mlflow.ranking import Ranking, all_pages, rank_experiment, suggest_names
-from trimtab.tracking.mlflow.server import describe_failure, mlflow_environment
+from trimtab.tracking.mlflow.server import check_reachable, describe_failure, is_databricks, mlflow_environment
 from trimtab.tracking.mlflow.uri import check_address, default_uri, sqlite_file
 
 if TYPE_CHECKING:
@@ -175,8 +175,10 @@ def _server(uri: str | None) -> Iterator[tuple["MlflowClient", str]]:
         from mlflow import MlflowClient
         from mlflow.exceptions import MlflowException
 
+        check_reachable(address)
         try:
-            yield MlflowClient(tracking_uri=address, registry_uri=address), address
+            registry = None if is_databricks(address) else address  # None: Unity Catalog of the workspace
+            yield MlflowClient(tracking_uri=address, registry_uri=registry), address
         except MlflowException as error:
             failure = describe_failure(error, address)
             if failure.is_gone:

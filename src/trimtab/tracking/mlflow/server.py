@@ -7,10 +7,13 @@ import contextlib
 import os
 import posixpath
 import re
+import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import urlparse
+from urllib.request import getproxies
 
 from trimtab.addresses import redact
 from trimtab.checkpoint.disk_errors import failed_path
@@ -24,9 +27,10 @@ CUT_TAG = "trimtab.cut"  # names the parameters that were too long
 _PARENT_TAG = "mlflow.parentRunId"
 MAX_METRICS = 1000  # per request, as the other limits from mlflow.utils.validation
 _MAX_PARAMS_OR_TAGS = 100
+# Bytes in UTF-8 that every server accepts, Databricks included.
 _MAX_KEY = 250
 _MAX_PARAM = 6000
-_MAX_TAG = 8000
+_MAX_TAG = 5000
 _MAX_BATCH_BYTES = 500_000  # half of MLflow's limit for a request
 _LARGE_BYTES = 1 << 20
 _TIMEOUT = "MLFLOW_HTTP_REQUEST_TIMEOUT"
@@ -34,8 +38,10 @@ _REQUEST_S = 10
 _UPLOAD_S = 120  # a server may copy a large file to its object store before it responds
 _FORCED = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",  # by default mlflow retries for minutes
+    "MLFLOW_DATABRICKS_ENDPOINT_HTTP_RETRY_TIMEOUT": str(_REQUEST_S),  # it waits as a busy workspace asks, so long
     "MLFLOW_ENABLE_ASYNC_LOGGING": "false",  # otherwise a response would not mean that the data is stored
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
+    "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
 }
 _DEFAULTS = {
     _TIMEOUT: str(_REQUEST_S),
@@ -108,6 +114,29 @@ def mlflow_environment(uri: str) -> contextlib.AbstractContextManager[None]:
     return _environment(_FORCED | {name: os.environ.get(name, value) for name, value in _DEFAULTS.items()} | hidden)
 
 
+def check_reachable(uri: str) -> None:
+    """Report at once that a Databricks workspace does not answer; its client would try for five minutes.
+
+    Raises:
+        UserError: No connection to DATABRICKS_HOST.
+    """
+    host = os.environ.get("DATABRICKS_HOST", "")
+    if not is_databricks(uri) or not host or getproxies():
+        return
+    address = urlparse(host if "://" in host else f"https://{host}")
+    port = address.port or (80 if address.scheme == "http" else 443)
+    try:
+        socket.create_connection((address.hostname or "", port), timeout=_REQUEST_S).close()
+    except OSError as error:
+        problem = f"the Databricks workspace {redact(host)} cannot be reached: {error.strerror or error}"
+        raise UserError(problem) from error
+
+
+def is_databricks(uri: str) -> bool:
+    """Whether an address is a Databricks workspace: `databricks`, or `databricks://PROFILE`."""
+    return uri.partition("://")[0] == "databricks"
+
+
 class MlflowServer:
     """A tracking server, or a sqlite store that is used directly.
 
@@ -118,6 +147,7 @@ class MlflowServer:
     def __init__(self, uri: str) -> None:
         from mlflow import MlflowClient
 
+        check_reachable(uri)
         path = sqlite_file(uri)
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -130,7 +160,7 @@ class MlflowServer:
         Raises:
             ExperimentDeleted: It was deleted on the server.
         """
-        if self.uri.startswith("databricks") and not name.startswith("/"):
+        if is_databricks(self.uri) and not name.startswith("/"):
             name = f"/Shared/{name}"  # names are paths of the workspace there
         found = self.client.get_experiment_by_name(name)
         if found is None:
@@ -190,9 +220,9 @@ class MlflowServer:
         valid = {valid_key(key): cut(value, _MAX_PARAM) for key, value in params.items()}
         new = [Param(key, value) for key, value in valid.items() if key not in there]
         self._log(run_id, "params", new, _MAX_PARAMS_OR_TAGS)
-        too_long = [key for key, value in params.items() if len(value) > _MAX_PARAM]
+        too_long = [key for key, value in params.items() if len(value.encode()) > _MAX_PARAM]
         if too_long:
-            self.set_tags(run_id, {CUT_TAG: f"cut to {_MAX_PARAM} characters: {', '.join(too_long)}"})
+            self.set_tags(run_id, {CUT_TAG: f"cut to {_MAX_PARAM} bytes: {', '.join(too_long)}"})
         return {key: (there[key], value) for key, value in valid.items() if key in there and there[key] != value}
 
     def set_tags(self, run_id: str, tags: Mapping[str, str]) -> None:
@@ -247,6 +277,11 @@ def describe_failure(error: Exception, uri: str) -> UploadFailure:
     text = redact(" ".join(str(error).split()))
     if isinstance(error, UserError):
         return UploadFailure(error.problem, error.cure)
+    if code in _DENIED and is_databricks(uri):
+        cure = "check DATABRICKS_HOST and DATABRICKS_TOKEN; or ask its owner for permission"
+        return UploadFailure(f"{server} does not allow this user to read or write", cure)
+    if "credential configuration failed" in text:
+        return UploadFailure(f"{server}: no credentials were found", "set DATABRICKS_HOST and DATABRICKS_TOKEN")
     if code in _DENIED:
         if "PERMISSION" in code:
             return UploadFailure(f"{server} does not allow this user to write", "ask its owner for permission")
@@ -285,12 +320,13 @@ def valid_key(name: str) -> str:
     normal = posixpath.normpath(re.sub(r"[^/\w.\- :]", "_", name)).lstrip("/")
     if normal == "." or normal.startswith(".."):
         normal = "_" + normal.lstrip("./")
-    return normal[:_MAX_KEY]
+    return normal.encode()[:_MAX_KEY].decode(errors="ignore")
 
 
 def cut(text: str, limit: int) -> str:
-    """Shorten a text to at most `limit` characters."""
-    return text if len(text) <= limit else text[: limit - 1] + "…"
+    """Shorten a text to at most `limit` bytes in UTF-8."""
+    encoded = text.encode()
+    return text if len(encoded) <= limit else encoded[: limit - len("…".encode())].decode(errors="ignore") + "…"
 
 
 def _batches(entities: Iterable[Any], max_entities: int) -> Iterator[list[Any]]:
