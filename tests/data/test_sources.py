@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trimtab.build.data import build_data
-from trimtab.data import streams
+from trimtab.data import folders, streams
 from trimtab.data.rows import RowLocations, concatenate
 from trimtab.data.sources import Rows, _slice_range, hold_out_rows, load_rows
 from trimtab.data.streams import StreamNeed
@@ -66,7 +66,11 @@ def written_in_all_forms():
     dataset = datasets.Dataset.from_dict(COLUMNS)
     pyarrow.parquet.write_table(dataset.data.table, "a.parquet")
     names = "a.csv bom.csv crlf.csv semicolons.csv spaced.csv utf16.csv a.csv.gz a.tsv a.jsonl lines.json a.json"
-    files = {name: name for name in [*names.split(), "columns.json", "wrapped.json", "a.parquet"]}
+    with pyarrow.ipc.new_stream("a.arrow", dataset.data.table.schema) as file:  # as `datasets` writes them
+        file.write_table(dataset.data.table)
+    with pyarrow.ipc.new_file("b.arrow", dataset.data.table.schema) as file:
+        file.write_table(dataset.data.table)
+    files = {name: name for name in [*names.split(), "columns.json", "wrapped.json", "a.parquet", "a.arrow", "b.arrow"]}
     return files | {
         "dataset": dataset,
         "iterable dataset": dataset.to_iterable_dataset(),
@@ -191,6 +195,13 @@ BROKEN = [
     ("a.jsonl", b'{"text": "a"}\n{"text": "\xe9"}\n{"text": "b"}\n', "a.jsonl, line 2: not UTF-8", 2),
     ("a.jsonl", '{"text": "a"}\n{"text": "b", "n": %s}\n{"text": "c"}\n' % ("1" * 5000), "2: a number with thousa", 2),
     ("a.jsonl", '{"text": "a"}\n{"text": %s}\n{"text": "c"}\n' % ("[" * 99_999), "line 2: JSON nested too deeply", 2),
+    (
+        "a.jsonl",
+        '{"text": "a"}\n{"text": %s}\n{"text": "c"}\n' % ("[" * 500 + "]" * 500),
+        "line 2: values are nested",
+        2,
+    ),
+    ("a.json", '[{"text": "a"}, {"text": %s}, {"text": "c"}]' % ("[" * 500 + "]" * 500), "row 2: values are nested", 2),
     ("a.json", '[{"text": "a"}, 3, {"text": "b"}]', "a.json, row 2: a int, expected", 2),
     ("a.txt", b"a\n\n\xe9\nb\n\nc\n", "a.txt, line 3: not UTF-8", 2),
 ]
@@ -267,6 +278,8 @@ def test_a_stream_without_an_end_is_refused(said, monkeypatch):
         ("a.json", '[{"a": %s}]' % ("1" * 5000), "a.json: a number with thousands of digits"),
         ("a.json", "[" * 99_999, "a.json: JSON nested too deeply"),
         ("a.json", '{"a": [1], "b": [1, 2]}', "columns of different lengths (a: 1, b: 2)"),
+        ("a.json", '{"a": [%s]}' % ("[" * 500 + "]" * 500), "a.json: values are nested in more than 100 levels"),
+        ("a.arrow", b"ARROW1 but not really", "a.arrow is not a complete arrow file"),
         ("a.parquet", b"PAR1 but not really", "a.parquet is not a complete parquet file"),
         ("a.csv.gz", b"not gzip", "a.csv.gz is not a complete gzip file"),
         ("a.csv.gz", gzip.compress(b"text\na\n" * 100, mtime=0)[:-20], "a.csv.gz is not a complete gzip file"),
@@ -316,6 +329,8 @@ def test_what_is_not_there():
     assert "the folder nowhere does not exist" in error_of("nowhere/a.csv")
     assert "no file matches 'x*.csv'" in error_of("x*.csv")
     assert "cannot load rows from a int" in error_of(3)
+    assert "'https://host/a.csv' is an address" in error_of("https://me:secret@host/a.csv")
+    assert "'csv' is the name of a file format" in error_of("csv")
     assert "on_bad_rows is 'ignore'" in error_of("reviews.csv", on_bad_rows="ignore")
 
 
@@ -368,6 +383,17 @@ def test_folders_and_patterns(said):
     assert "without a split 'train'" in error_of("e:train")
     write("f/readme.md", "")
     assert "f has no data files" in error_of("f")
+
+
+def test_a_whole_disk_is_not_read(said, monkeypatch):
+    for number in range(30):
+        write(f"d/{number:02}/a.txt", "x")
+    assert len(load_rows("d")) == 30
+    assert said[0] == "d: reading 30 files, from d/00/a.txt to d/29/a.txt"
+    monkeypatch.setattr(folders, "_MAX_ENTRIES", 40)
+    for source in ("d", "d/**/*.txt", "d/*/**/*.csv"):
+        assert "d contains more than 40 files and folders" in error_of(source)
+    assert len(load_rows("d/1*/*.txt")) == 10
 
 
 def labelled_dataset():

@@ -1,6 +1,7 @@
 """Handling of rows that cannot be used: raise at the first one, or skip, count and report them."""
 
 import re
+from typing import Any
 
 from trimtab.errors import DataError
 from trimtab.log import say
@@ -9,6 +10,25 @@ SKIP_CURE = "or skip such rows with data.on_bad_rows: skip"
 # Bytes that are not UTF-8 are decoded to these (surrogateescape) if bad rows are skipped, so that only their own row is
 # lost.
 _ESCAPED_BYTES = re.compile("[\udc80-\udcff]")
+
+_MAX_NESTING = 100  # levels of lists and dicts; Python functions that recurse into values fail at about 300
+NESTED_TOO_DEEPLY = f"values are nested in more than {_MAX_NESTING} levels"
+
+
+def is_nested_too_deeply(value: Any) -> bool:
+    """Whether a value has more levels of lists and dicts than code that reads rows can handle."""
+    level = [value]
+    for _ in range(_MAX_NESTING + 1):
+        level = [
+            inner
+            for each in level
+            if isinstance(each, dict | list | tuple)
+            for inner in (each.values() if isinstance(each, dict) else each)
+            if isinstance(inner, dict | list | tuple)
+        ]
+        if not level:
+            return False
+    return True
 
 
 class BadRows:

@@ -1,4 +1,4 @@
-"""Read one file to `Rows`: csv, tsv, jsonl, json, parquet and txt, plain or gzipped.
+"""Read one file to `Rows`: csv, tsv, jsonl, json, parquet, arrow and txt, plain or gzipped.
 
 An invalid line raises an error with file and line, or is skipped and counted. Text is UTF-8, or UTF-16 with a byte
 order mark; a row with other bytes is a bad row.
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from trimtab.data.bad_rows import SKIP_CURE, BadRows
+from trimtab.data.bad_rows import NESTED_TOO_DEEPLY, SKIP_CURE, BadRows, is_nested_too_deeply
 from trimtab.data.delimited import parse_csv, parse_tsv
 from trimtab.data.rows import RowLocations, Rows
 from trimtab.errors import DataError
@@ -49,8 +49,8 @@ def read_file(path: Path, bad: BadRows) -> Rows:
     """
     found = require_format(path)
     data = _read_bytes(path)
-    if found == "parquet":
-        return _parse_parquet(data, str(path))
+    if found in _BINARY:
+        return _BINARY[found](data, str(path))
     return _PARSERS[found](_decode(data, str(path), bad), str(path), bad)
 
 
@@ -109,6 +109,8 @@ def _parse_jsonl(text: str, name: str, bad: BadRows) -> Rows:
             bad.add(location, "not UTF-8", "")
         elif _has_lone_surrogates(line, record):
             bad.add(location, "half of a surrogate pair (a lone \\ud8.. or \\udc..)", "write both halves")
+        elif is_nested_too_deeply(record):
+            bad.add(location, NESTED_TOO_DEEPLY, "write fewer levels")
         else:
             records.append((number, record))
     return _rows_of(records, name, "line")
@@ -150,6 +152,8 @@ def _parse_json(text: str, name: str, bad: BadRows) -> Rows:
         if isinstance(inner, list) and inner and isinstance(inner[0], dict):
             content = inner
     if isinstance(content, dict) and content and all(isinstance(values, list) for values in content.values()):
+        if is_nested_too_deeply(content):
+            raise DataError(f"{name}: {NESTED_TOO_DEEPLY}", "write fewer levels")
         return Rows(content, name)
     if not isinstance(content, list):
         kind = "object" if isinstance(content, dict) else type(content).__name__
@@ -161,7 +165,9 @@ def from_objects(objects: Iterable[Any], origin: str, bad: BadRows, cure: str) -
     """Convert dicts to `Rows`; other objects are bad rows."""
     records: Numbered = []
     for number, record in enumerate(objects, 1):
-        if isinstance(record, dict):
+        if is_nested_too_deeply(record):
+            bad.add(f"{origin}, row {number}", NESTED_TOO_DEEPLY, "write fewer levels")
+        elif isinstance(record, dict):
             records.append((number, record))
         else:
             bad.add(f"{origin}, row {number}", f"a {type(record).__name__}, expected a dict", cure)
@@ -205,6 +211,22 @@ def _parse_parquet(data: bytes, name: str) -> Rows:
     return Rows(table.to_pydict(), name, _label_names(table.schema.metadata or {}))
 
 
+def _parse_arrow(data: bytes, name: str) -> Rows:
+    import pyarrow
+    from pyarrow import ipc
+
+    try:
+        try:
+            table = ipc.open_stream(data).read_all()  # as the `datasets` library writes them
+        except pyarrow.ArrowInvalid:
+            table = ipc.open_file(data).read_all()
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(
+            f"{name} is not a complete arrow file: {str(error).splitlines()[0]}", "write it again"
+        ) from error
+    return Rows(table.to_pydict(), name, _label_names(table.schema.metadata or {}))
+
+
 def _label_names(metadata: dict[bytes, bytes]) -> dict[str, list[str]]:
     """Read the class names that the `datasets` library stores in a parquet file."""
     try:
@@ -222,4 +244,5 @@ _PARSERS: dict[str, Callable[[str, str, BadRows], Rows]] = {
     "json": _parse_json,
     "txt": _parse_txt,
 }
-_FORMATS = {name: name for name in ("csv", "tsv", "jsonl", "json", "parquet", "txt")} | {"ndjson": "jsonl"}
+_BINARY: dict[str, Callable[[bytes, str], Rows]] = {"parquet": _parse_parquet, "arrow": _parse_arrow}
+_FORMATS = {name: name for name in (*_PARSERS, *_BINARY)} | {"ndjson": "jsonl"}

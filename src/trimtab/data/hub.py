@@ -11,6 +11,12 @@ _HUB_CURE = (
     "check the name (imdb, imdb:test, glue/mrpc:train[:200]) and the connection; offline or with HF_HUB_OFFLINE=1, use "
     "a dataset that was downloaded before, or a file such as reviews.csv"
 )
+# `datasets` would read all files of the current directory with these loaders
+_FORMAT_NAMES = {
+    *("arrow", "audiofolder", "conll", "csv", "eval", "fasta", "fastq", "genbank", "generator", "harbor", "hdf5"),
+    *("iceberg", "imagefolder", "json", "lance", "meshfolder", "mmcif", "niftifolder", "pandas", "parquet", "pdb"),
+    *("pdffolder", "spark", "sql", "text", "tsfile", "videofolder", "vortex", "webdataset", "xml"),
+}
 
 
 def is_dataset(source: Any) -> bool:
@@ -73,6 +79,11 @@ def load_from_hub(name: str, *, rows: bool = True) -> Any:
     """
     import datasets
 
+    if name in _FORMAT_NAMES:
+        raise DataError(
+            f"{name!r} is the name of a file format, not of a dataset",
+            f"name the file or folder: data.{name}, ./{name}",
+        )
     load = datasets.load_dataset if rows else datasets.load_dataset_builder
     parts = name.split("/")
     attempts: list[list[str]] = [[name]] if len(parts) < 3 else [["/".join(parts[:2]), parts[2]]]

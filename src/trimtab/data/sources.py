@@ -9,10 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trimtab.addresses import redact
 from trimtab.data import hub
 from trimtab.data.bad_rows import BadRows
 from trimtab.data.delimited import convert_numbers
 from trimtab.data.files import file_format, from_objects, read_file, require_format
+from trimtab.data.folders import files_matching, files_of_folder
 from trimtab.data.rows import RowLocations, Rows, concatenate, hold_out_rows
 from trimtab.data.streams import StreamNeed, read_stream
 from trimtab.errors import DataError
@@ -22,6 +24,8 @@ __all__ = ["Rows", "check_source", "load_rows", "hold_out_rows"]
 
 _SLICE = re.compile(r"(?P<base>.+)\[(?P<start>[^\[\]:]*):(?P<stop>[^\[\]:]*)\]")
 _SPLIT = re.compile(r"(?P<name>[\w.-]+(/[\w.-]+){0,2})(:(?P<split>[\w.+-]+))?")
+_MANY_FILES = 20  # more are reported before they are read
+_ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _SPLIT_WORDS = {"train": "train", "training": "train", "valid": "eval", "validation": "eval", "dev": "eval"}
 _SPLIT_WORDS |= {"val": "eval", "eval": "eval", "test": "test", "testing": "test"}
 
@@ -30,8 +34,8 @@ def load_rows(source: Any, *, on_bad_rows: str = "stop", need: StreamNeed | None
     """Load rows from any source.
 
     Args:
-        source: A file (csv, tsv, jsonl, json, parquet, txt; also .gz), a folder or a pattern of such files, a name on
-            the Hub ("imdb", "imdb:test", "glue/mrpc:train"), each with an optional slice ("reviews.csv[:100]",
+        source: A file (csv, tsv, jsonl, json, parquet, arrow, txt; also .gz), a folder or a pattern of such files, a name
+            on the Hub ("imdb", "imdb:test", "glue/mrpc:train"), each with an optional slice ("reviews.csv[:100]",
             "imdb:train[10%:]"); or a `datasets.Dataset`, a mapping of columns, a data frame, an iterable of dicts, a
             list of texts.
         on_bad_rows: "stop" raises at a row that cannot be read; "skip" drops such rows and logs how many.
@@ -93,7 +97,7 @@ def is_here(text: str) -> bool:
     folder = base.rpartition(":")[0]
     return (
         Path(base).expanduser().exists()
-        or (glob.has_magic(base) and any(glob.iglob(os.path.expanduser(base), recursive=True)))
+        or (glob.has_magic(base) and next(files_matching(base), None) is not None)
         or (bool(folder) and Path(folder).expanduser().is_dir())
     )
 
@@ -112,6 +116,11 @@ def _split_slice(text: str) -> tuple[str, re.Match[str] | None]:
 
 def _locate(text: str) -> _Location:
     """Find the path or Hub name of a source."""
+    if _ADDRESS.match(text):
+        raise DataError(
+            f"{redact(text)!r} is an address, but rows are read from local files and the Hub",
+            "download the file, and name its path",
+        )
     base, match = _split_slice(text)
     window = None if match is None else (match["start"].strip(), match["stop"].strip())
     path, (folder, _, split) = Path(base).expanduser(), base.rpartition(":")
@@ -141,8 +150,7 @@ def _load_named(text: str, bad: BadRows) -> Rows:
 
 
 def _match_files(pattern: str) -> list[Path]:
-    names = sorted(glob.glob(os.path.expanduser(pattern), recursive=True))
-    found = [Path(name) for name in names if Path(name).is_file()]
+    found = sorted(files_matching(pattern), key=str)
     if not found:
         raise DataError(f"no file matches {pattern!r}", f"check the pattern; the current directory is {Path.cwd()}")
     return found
@@ -179,9 +187,7 @@ def _locate_path(path: Path, split: str | None, window: tuple[str, str] | None) 
         return _Location(str(path) if split is None else f"{path}:{split}", window, saved=path, split=split)
     if split is not None:
         raise DataError(f"{path} is a folder of files, without a split {split!r}", f"use a pattern: {path}/{split}*")
-    files = [file for file in sorted(path.rglob("*")) if file.is_file() and file_format(file)]
-    hidden = (".", "_")
-    files = [file for file in files if not any(part.startswith(hidden) for part in file.relative_to(path).parts)]
+    files = files_of_folder(path)
     _require_one_split(path, files)
     return _Location(str(path), window, files)
 
@@ -189,7 +195,7 @@ def _locate_path(path: Path, split: str | None, window: tuple[str, str] | None) 
 def _require_one_split(folder: Path, files: list[Path]) -> None:
     """Reject folders whose files belong to several splits: training on the test set is never meant."""
     if not files:
-        raise DataError(f"{folder} has no data files", "put csv, tsv, jsonl, json, parquet or txt files there")
+        raise DataError(f"{folder} has no data files", "put csv, tsv, jsonl, json, parquet, arrow or txt files there")
     splits: dict[str, Path] = {}
     for file in files:
         for word in re.split(r"[^a-z]+", str(file.relative_to(folder)).lower()):
@@ -213,6 +219,8 @@ def _require_one_format(paths: Sequence[Path], origin: str) -> set[str | None]:
 
 def _load_files(paths: Sequence[Path], origin: str, bad: BadRows) -> Rows:
     formats = _require_one_format(paths, origin)
+    if len(paths) > _MANY_FILES:
+        say(f"{origin}: reading {len(paths):,} files, from {paths[0]} to {paths[-1]}")
     rows = concatenate([read_file(path, bad) for path in paths], origin)
     if formats == {"txt"} and len(rows):
         say(f"{origin}: {len(rows)} texts (separated by blank lines, or one per line in files without blank lines)")

@@ -133,8 +133,8 @@ class DataSettings(Section):
     """Data sources and the meaning of their columns."""
 
     train: Source
-    """Training rows: csv, tsv, jsonl, json, parquet or txt file, folder, glob, or Hub name, with optional split and
-    slice: imdb:train[:1000], reviews.csv[:80%]."""
+    """Training rows: csv, tsv, jsonl, json, parquet, arrow or txt file, folder, glob, or Hub name, with optional split
+    and slice: imdb:train[:1000], reviews.csv[:80%]."""
     eval: Source | None = None
     """Evaluation rows, in the same form as train; null = split off from train."""
     eval_share: Share = 0.1

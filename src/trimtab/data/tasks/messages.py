@@ -4,6 +4,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from trimtab.data.bad_rows import NESTED_TOO_DEEPLY, is_nested_too_deeply
 from trimtab.data.rows import Rows
 from trimtab.data.tasks.base import Columns
 from trimtab.data.tasks.columns import is_missing, require
@@ -121,6 +122,8 @@ def as_messages(value: Any, column: str) -> list[Message]:
         BadMessages: If the cell is not a list of messages.
     """
     value = _parse_list(value, column)
+    if is_nested_too_deeply(value):
+        raise BadMessages(f"column {column!r}: {NESTED_TOO_DEEPLY}", _FIX)
     if not isinstance(value, list | tuple) or not value:
         found = "is empty" if is_missing(value) or value == [] else f"contains a {type(value).__name__}"
         raise BadMessages(f"column {column!r} {found}, expected a list of messages", _FIX)
@@ -177,7 +180,7 @@ def _message(entry: Any, column: str) -> Message:
 
 def _text_of_parts(parts: list[Any], column: str) -> str:
     """Return the text of a message in parts, as models for images and sounds take it."""
-    others = [part.get("type") if isinstance(part, dict) else part for part in parts if _text_of(part) is None]
+    others = [part.get("type") if isinstance(part, dict) else type(part) for part in parts if _text_of(part) is None]
     if others:
         raise BadMessages(
             f"column {column!r} contains a message with a part {others[0]!r}: text models are trained on text only",
