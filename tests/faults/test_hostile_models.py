@@ -105,6 +105,33 @@ def test_damaged_models_end_in_messages(bases, fork_server, tmp_path):
     assert run_all(fork_server, calls()) == COUNT
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+        "{{ '%1000000000d'|format(1) }}",
+        "{% set n = namespace(s='x') %}{% for a in range(60) %}{% set n.s = n.s ~ n.s %}{% endfor %}{{ n.s }}",
+    ],
+)
+def test_endless_templates_end(tiny, fork_server, tmp_path, template):
+    folder = tmp_path / "model"
+    shutil.copytree(tiny.folder("gpt2", chat=True), folder)
+    (folder / "chat_template.jinja").write_text(template)
+    turns = [{"role": "user", "content": "the film"}, {"role": "assistant", "content": "was long"}]
+    write_jsonl(tmp_path / "chat.jsonl", [{"messages": turns}] * 8)
+    write_json(tmp_path / "recipe.yaml", {"model": str(folder), "data": {"train": str(tmp_path / "chat.jsonl")}})
+    calls = [
+        ["predict", str(folder), "--text", "the cat", "--max-new-tokens", "4"],
+        ["data", "show", str(tmp_path / "recipe.yaml")],
+    ]
+
+    def says_why(call):
+        return None if "the chat template needs more than" in call.child.err else call.child.err
+
+    assert run_all(fork_server, (Call(words[0], words) for words in calls), says_why) == 2
+
+
 REGEX = {"type": "Split", "behavior": "Isolated", "invert": False}
 TO_1000 = {"type": "Replace", "pattern": {"String": "w"}, "content": "w" * 1000}
 NESTED = "[" * 100_000

@@ -56,6 +56,18 @@ def test_a_decoder_goes_on_with_the_prompt(name, batch_size):
     assert len(set(texts)) > 1
 
 
+def test_a_template_that_rejects_a_prompt_or_fails():
+    loaded = writer("llama", "chat")
+    loaded.tokenizer.chat_template = "{{ raise_exception('Conversation roles must alternate') }}"
+    with pytest.raises(
+        DataError, match=r"^prompt 1: the chat template rejects .* \(Conversation roles must alternate\)"
+    ):
+        loaded.generate(["the cat?"], 3)
+    loaded.tokenizer.chat_template = "{{ 1 / 0 }}"
+    with pytest.raises(DataError, match=r"ZeroDivisionError(.|\n)*use another chat template"):
+        loaded.generate("the cat?", 3, stream=True)
+
+
 def test_a_chat_model_sees_its_template_once():
     loaded = writer("llama", "chat")
     seen = []

@@ -2,12 +2,13 @@
 
 import copy
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 
 from trimtab.data.tasks.base import GENERATING_TASKS
-from trimtab.data.tasks.chat_template import Renderer
+from trimtab.data.tasks.chat_template import LimitedRenderer
 from trimtab.data.tasks.decoder_start import generation_start
 from trimtab.data.tasks.messages import BadMessages, as_messages, as_tools
 from trimtab.errors import DataError, ModelError, RecipeError
@@ -134,29 +135,29 @@ def tokenize_prompts(loaded: LoadedModel, prompts: Sequence[Prompt], max_new_tok
     room = limit - max_new_tokens if limit is not None and continues_prompt else limit
     examples: list[Example] = []
     num_truncated = 0
-    renderer = _renderer(loaded)
-    for index, prompt in enumerate(prompts):
-        tokens = _prompt_tokens(loaded, prompt, index, renderer)
-        if room is not None and len(tokens) > room:
-            # A decoder continues the end of the prompt, so the start is dropped; for an encoder, the end is dropped.
-            tokens = tokens[-room:] if continues_prompt else tokens[:room]
-            num_truncated += 1
-        examples.append({"input_ids": tokens})
+    with _renderer(loaded) as renderer:
+        for index, prompt in enumerate(prompts):
+            tokens = _prompt_tokens(loaded, prompt, index, renderer)
+            if room is not None and len(tokens) > room:
+                # A decoder continues the end of the prompt, so the start is dropped; for an encoder, the end.
+                tokens = tokens[-room:] if continues_prompt else tokens[:room]
+                num_truncated += 1
+            examples.append({"input_ids": tokens})
     if num_truncated:
         say(f"{num_truncated:,} of {len(prompts):,} prompts are longer than {room} tokens and were truncated")
     return examples
 
 
-def _renderer(loaded: LoadedModel) -> Renderer | None:
-    """Return the renderer of conversations; None for models without a chat template that need none."""
+def _renderer(loaded: LoadedModel) -> AbstractContextManager[LimitedRenderer | None]:
+    """Return a context with the renderer of conversations; with None for models that need none."""
     if loaded.task_name != "chat":
-        return None
+        return nullcontext()
     if not loaded.tokenizer.chat_template:
         raise ModelError("this chat model has no chat template", "set tokenizer.chat_template")
-    return Renderer(loaded.tokenizer)
+    return LimitedRenderer(loaded.tokenizer)
 
 
-def _prompt_tokens(loaded: LoadedModel, prompt: Prompt, index: int, renderer: Renderer | None) -> list[int]:
+def _prompt_tokens(loaded: LoadedModel, prompt: Prompt, index: int, renderer: LimitedRenderer | None) -> list[int]:
     tokenizer = loaded.tokenizer
     is_text = isinstance(prompt, str)
     tokens: list[int]

@@ -1,6 +1,7 @@
 """Chat: the tokens that carry loss are the answers and what ends them, and nothing else."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -268,6 +269,28 @@ def test_a_greeting_carries_loss(fresh_gpt):
     greeting = [{"role": "assistant", "content": "hello there"}, *TWO_TURNS[:2]]
     _, dataset = encoded([greeting], fresh_gpt)
     assert learnt(dataset, fresh_gpt) == ["hello there<|im_end|>", "paris<|im_end|>"]
+
+
+@pytest.mark.parametrize(
+    ("template", "problem"),
+    [
+        ("{{ 1 / 0 }}", "ZeroDivisionError: division by zero"),
+        ("{{ 10 ** 400 * 1.5 }}", "OverflowError: int too large"),
+        ("{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}", "RecursionError: maximum recursion"),
+        ("{{ messages[0].content * 100000 }}", "makes 3,100,000 characters of a conversation of"),
+    ],
+)
+def test_templates_that_fail(fresh_llama, template, problem):
+    fresh_llama.chat_template = template
+    with pytest.raises(DataError, match=f"row 1: the chat template .*{re.escape(problem)}"):
+        encoded([TWO_TURNS], fresh_llama)
+
+
+def test_a_template_that_needs_too_much_ends_the_call(fresh_llama):
+    """It is not a bad row, which could be skipped: every row would take as long."""
+    fresh_llama.chat_template = "{{ 'x' * 10**12 }}"
+    with pytest.raises(ModelError, match="needs more than 1 GiB of memory for one conversation"):
+        encoded([TWO_TURNS], fresh_llama, on_bad_rows="skip")
 
 
 def test_roles_that_a_template_refuses(fresh_llama, said):

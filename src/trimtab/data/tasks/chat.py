@@ -10,7 +10,7 @@ from torch import Tensor
 from trimtab.data.bad_rows import BadRows
 from trimtab.data.rows import Rows
 from trimtab.data.tasks.base import Batch, Problem, Task
-from trimtab.data.tasks.chat_template import Rendered, Renderer, Spans, plain_template
+from trimtab.data.tasks.chat_template import LimitedRenderer, Rendered, Spans, plain_template
 from trimtab.data.tasks.messages import BadMessages, Conversations
 from trimtab.data.tasks.padding import IGNORED, pad
 from trimtab.data.tasks.tokenization import call_batches
@@ -71,8 +71,9 @@ class Chat(Task):
                 "use a model with a fast tokenizer (tokenizer.json)",
             )
         counts: Counter[str] = Counter()
-        rendered = self._render(rows, Renderer(tokenizer))
-        dataset = TokenDataset.from_examples(_examples(rendered, tokenizer, max_length, counts))
+        with LimitedRenderer(tokenizer) as renderer:
+            rendered = self._render(rows, renderer)
+            dataset = TokenDataset.from_examples(_examples(rendered, tokenizer, max_length, counts))
         dataset.num_truncated = counts["truncated"]
         if counts["unended"]:
             say(
@@ -85,7 +86,7 @@ class Chat(Task):
             raise DataError(f"{rows.origin}: no conversation with an answer is left", "fix the skipped rows")
         return dataset
 
-    def _render(self, rows: Rows, renderer: Renderer) -> Iterator[Rendered]:
+    def _render(self, rows: Rows, renderer: LimitedRenderer) -> Iterator[Rendered]:
         bad = BadRows(self.on_bad_rows)
         for index in range(len(rows)):
             try:

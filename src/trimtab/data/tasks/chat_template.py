@@ -10,8 +10,10 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from trimtab.data.limited_process import LimitedProcess, LimitExceeded
 from trimtab.data.tasks.messages import BadMessages, Message
 from trimtab.data.tasks.tokenization import backend_unchanged
+from trimtab.errors import ModelError, summarize_error
 
 Spans = list[tuple[int, int]]
 _USUAL_ROLES = ("system", "developer", "user", "assistant")
@@ -19,6 +21,8 @@ _TOOLS_FIX = (
     "use a chat template that writes tool calls and their results (chat_template.jinja in the model's folder), or "
     "remove the row"
 )
+_OTHER_TEMPLATE = "use another chat template (chat_template.jinja in the model's folder), or another model"
+_MAX_GROWTH = 20  # characters of the text for each of the conversation, in texts of more than a million
 _GENERATION_MARK = re.compile(r"\{%-?\+?\s*generation\s*-?%\}")
 
 
@@ -49,6 +53,53 @@ def plain_template(tokenizer: Any) -> str:
         + "{% endfor %}"
         + "{% if add_generation_prompt %}{{ 'Assistant:\\n' }}{% endif %}"
     )
+
+
+class LimitedRenderer:
+    """A `Renderer` in a process with limited memory and time, which ends with the context.
+
+    Its methods also raise a ModelError, if the template needs more than that.
+
+    Args:
+        tokenizer: A tokenizer with a chat template.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        renderer = Renderer(tokenizer)
+
+        def call(name: str, messages: list[Message], tools: list[Any] | None) -> Any:
+            try:
+                return getattr(renderer, name)(messages, tools)
+            except BadMessages as error:
+                return error.problem, error.cure
+
+        self._process = LimitedProcess(call)
+
+    def __enter__(self) -> "LimitedRenderer":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.__exit__()
+
+    def render(self, messages: list[Message], tools: list[Any] | None = None) -> Rendered:
+        """Render a conversation and find its answers."""
+        rendered: Rendered = self._call("render", messages, tools)
+        return rendered
+
+    def render_prompt(self, messages: list[Message], tools: list[Any] | None = None) -> str:
+        """Render a conversation up to the point where the model generates the next answer."""
+        return str(self._call("render_prompt", messages, tools))
+
+    def _call(self, name: str, messages: list[Message], tools: list[Any] | None) -> Any:
+        try:
+            answer = self._process(name, messages, tools)
+        except LimitExceeded as error:  # not a bad row: each of them would take as long
+            raise ModelError(
+                f"the chat template needs more than {error} for one conversation", _OTHER_TEMPLATE
+            ) from error
+        if isinstance(answer, tuple):
+            raise BadMessages(*answer)
+        return answer
 
 
 class Renderer:
@@ -148,16 +199,27 @@ class Renderer:
         return [text[start:end] for start, end in answers] if answers_only else [text]
 
     def _text(self, messages: list[Message], *, for_generation: bool = False) -> str:
-        from jinja2 import TemplateError
-
         try:
-            return str(
+            text = str(
                 self._tokenizer.apply_chat_template(
                     messages, tools=self._tools, tokenize=False, add_generation_prompt=for_generation
                 )
             )
-        except (TemplateError, TypeError, ValueError) as error:
+        except MemoryError:
+            raise
+        except Exception as error:  # a template can raise any type
             raise _rejected(error) from error
+        return self._checked(text, messages)
+
+    def _checked(self, text: str, messages: list[Message]) -> str:
+        """Return a text; reject one that is far longer than its conversation, which would fill the memory as tokens."""
+        if len(text) > 1_000_000:
+            given = len(str(messages)) + len(str(self._tools))
+            if len(text) > _MAX_GROWTH * given:
+                raise BadMessages(
+                    f"the chat template makes {len(text):,} characters of a conversation of {given:,}", _OTHER_TEMPLATE
+                )
+        return text
 
     def _by_marks(self, messages: list[Message]) -> tuple[str, Spans]:
         """Return the text and the characters that the template marks.
@@ -166,7 +228,6 @@ class Renderer:
         character of a span. If no token covers one of these (white space), it omits the answer or extends it to the end
         of the conversation.
         """
-        from jinja2 import TemplateError
         from transformers.utils.chat_template_utils import render_jinja_template
 
         try:
@@ -177,10 +238,12 @@ class Renderer:
                 return_assistant_tokens_mask=True,
                 **self._tokenizer.special_tokens_map,
             )
-        except (TemplateError, TypeError, ValueError) as error:
+        except MemoryError:
+            raise
+        except Exception as error:
             raise _rejected(error) from error
         texts, spans = rendered
-        return texts[0], [(start, end) for start, end in spans[0] if end > start]
+        return self._checked(texts[0], messages), [(start, end) for start, end in spans[0] if end > start]
 
     def _by_prefixes(self, messages: list[Message], text: str) -> Spans:
         """Return what the template appends to the generation prompt of each answer.
@@ -288,7 +351,12 @@ def _replace(messages: list[Message], index: int, other: Message) -> list[Messag
 
 
 def _rejected(error: Exception) -> BadMessages:
+    from jinja2 import TemplateError
+
+    by_template = type(error) is TemplateError  # it called raise_exception
     return BadMessages(
-        f"the chat template rejects the conversation ({error})",
-        "change its roles to those that the template accepts (often user and assistant in turn)",
+        f"the chat template rejects the conversation ({error if by_template else summarize_error(error)})",
+        "change its roles to those that the template accepts (often user and assistant in turn)"
+        if by_template
+        else _OTHER_TEMPLATE,
     )
