@@ -240,6 +240,36 @@ def masked_words(
     return {"weights": weights_of(accelerator, model), "lrs": lrs, "losses": losses}
 
 
+def saves_on_the_main_process(library: ModuleType, accelerator: Any, folder: Path) -> dict[str, Any]:
+    """`if accelerator.is_main_process: accelerator.save_state(…)`, as in diffusers' scripts, and a resume."""
+
+    def train(resumes: bool) -> dict[str, torch.Tensor]:
+        importlib.import_module(f"{folder.name}.utils").set_seed(6)
+        model = torch.nn.Linear(3, 1)
+        rows = torch.randn(24, 3, generator=torch.Generator().manual_seed(3))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(rows, batch_size=2, shuffle=True))
+        if resumes:
+            accelerator.load_state(folder / "alone")
+        for epoch in range(2):
+            for step, batch in enumerate(loader):
+                accelerator.backward(model(batch).pow(2).mean())
+                optimizer.step()
+                optimizer.zero_grad()
+                if (epoch, step) == (0, 2) and not resumes and accelerator.is_main_process:
+                    accelerator.save_state(folder / "alone")
+        accelerator.wait_for_everyone()
+        ended = weights_of(accelerator, model)
+        accelerator.free_memory()
+        return ended
+
+    ended = train(resumes=False)
+    if folder.name != "accelerate":  # which starts the epoch again
+        resumed = train(resumes=True)
+        assert all(torch.equal(resumed[name], value) for name, value in ended.items())
+    return {"weights": ended}
+
+
 def counts_prepared_batches(library: ModuleType, accelerator: Any, folder: Path) -> dict[str, Any]:
     """A script that multiplies nothing: with Accelerate its schedule is over early on several processes."""
     model = torch.nn.Linear(3, 1)
@@ -295,6 +325,7 @@ LOOPS = [
     models_language,
     models_masked_words,
     resumes_masked_words,
+    saves_on_the_main_process,
     counts_prepared_batches,
     reads_streams,
 ]

@@ -3,7 +3,9 @@
 import importlib
 import inspect
 import logging
+import os
 import pickle
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from trimtab import Engine
 from trimtab.accelerate import (
     Accelerator,
     AcceleratorState,
+    AutocastKwargs,
     DataLoaderConfiguration,
     GradientAccumulationPlugin,
     GradientState,
@@ -65,8 +68,10 @@ def slope(num_rows, batch_size=1, kind=Accelerator, **settings):
 def test_every_exported_name_is_there_and_one_that_is_not_says_where_it_is():
     for name in trimtab.accelerate.__all__:
         assert getattr(trimtab.accelerate, name) is not None
-    with pytest.raises(ImportError, match=r"no FullyShardedDataParallelPlugin\n  cure: .*pip install accelerate"):
-        from trimtab.accelerate import FullyShardedDataParallelPlugin  # noqa: F401
+    with pytest.raises(ImportError, match=r"no load_fsdp_model\n  cure: .*pip install accelerate"):
+        from trimtab.accelerate.utils import load_fsdp_model  # noqa: F401
+    with pytest.raises(ImportError, match="no LocalSGD\n  cure: use .*gradient_accumulation_steps"):
+        from trimtab.accelerate.local_sgd import LocalSGD  # noqa: F401
 
 
 def test_every_way_to_name_a_module():
@@ -79,6 +84,30 @@ def test_every_way_to_name_a_module():
         assert importlib.import_module(f"trimtab.accelerate.{name}") is trimtab.accelerate
     assert trimtab.accelerate.utils.set_seed is set_seed
     assert not hasattr(trimtab.accelerate, "no_such_name")
+
+
+def test_names_that_scripts_use_are_there(monkeypatch):
+    from trimtab.accelerate.hooks import AlignDevicesHook  # noqa: F401
+    from trimtab.accelerate.utils import DDPCommunicationHookType, is_peft_model, patch_environment, tqdm
+
+    assert trimtab.accelerate.__version__ == pytest.importorskip("accelerate").__version__
+    assert not trimtab.accelerate.state.is_initialized()
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    assert trimtab.accelerate.state.is_initialized()
+    assert accelerator.native_amp
+    accelerator.native_amp = False
+    with accelerator.autocast():
+        assert accelerator.prepare(torch.nn.Linear(1, 1))(torch.ones(1)).dtype is torch.float32
+        assert not torch.is_autocast_enabled("cpu")
+    assert list(tqdm(range(2), disable=True)) == [0, 1]
+    assert not is_peft_model(torch.nn.Linear(1, 1))
+    monkeypatch.delenv("SOME_NAME", raising=False)
+    with patch_environment(some_name=3):
+        assert os.environ["SOME_NAME"] == "3"
+    assert "SOME_NAME" not in os.environ
+    refused = trimtab.accelerate.DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.FP16)
+    with pytest.raises(RecipeError, match="comm_hook is not supported"):
+        Accelerator(cpu=True, kwargs_handlers=[refused])
 
 
 def test_every_verb_and_argument_of_accelerate_is_known():
@@ -119,9 +148,8 @@ def test_a_misspelt_verb_is_an_ordinary_mistake():
         ({"dynamo_backend": "inductor"}, "dynamo_backend is not supported\n  cure: .*torch.compile"),
         ({"rng_types": ["torch", "generator"]}, "rng_types=.*not supported\n  cure: .*synchronize_rng_states"),
         ({"mixed_precision": "fp8"}, 'fp8" is not supported\n  cure: mixed_precision="bf16"'),
-        ({"project_config": ProjectConfiguration(automatic_checkpoint_naming=True)}, "automatic_checkpoint_naming"),
         ({"project_config": ProjectConfiguration(save_on_each_node=True)}, "save_on_each_node=True is not supported"),
-        ({"project_config": ProjectConfiguration("a", logging_dir="b")}, "is another folder than project_dir='a'"),
+        ({"kwargs_handlers": [AutocastKwargs(enabled=False)]}, "AutocastKwargs.enabled=False is not supported"),
         ({"dataloader_config": {"split_batches": True}}, "dataloader_config is a dict"),
     ],
 )
@@ -135,6 +163,12 @@ def test_usual_settings_are_no_reason_to_refuse(tmp_path):
     assert accelerator.logging_dir == accelerator.project_dir == tmp_path
     config = ProjectConfiguration(logging_dir=tmp_path)
     assert Accelerator(cpu=True, project_config=config).logging_dir == tmp_path
+    config = ProjectConfiguration(tmp_path, logging_dir=tmp_path / "logs", total_limit=2)
+    accelerator = Accelerator(cpu=True, project_config=config, kwargs_handlers=[AutocastKwargs()])
+    assert (accelerator.project_dir, accelerator.logging_dir) == (tmp_path, tmp_path / "logs")
+    model, none = accelerator.prepare(torch.nn.Linear(1, 1), None)
+    assert none is None
+    assert accelerator.prepare(model) is model
 
 
 @pytest.mark.parametrize(
@@ -164,7 +198,7 @@ def test_what_accelerate_launch_was_told_counts(monkeypatch):
 
 
 def test_arguments_of_verbs_that_cannot_be_honoured_are_refused(tmp_path):
-    accelerator = Accelerator(cpu=True)
+    accelerator = Accelerator(cpu=True, log_with="journal", project_dir=tmp_path)
     model = torch.nn.Linear(1, 1)
     for call in (
         lambda: accelerator.save_state(),
@@ -175,7 +209,7 @@ def test_arguments_of_verbs_that_cannot_be_honoured_are_refused(tmp_path):
         lambda: accelerator.save_model(model, tmp_path, safe_serialization=False),
         lambda: accelerator.prepare_model(model, evaluation_mode=True),
         lambda: accelerator.prepare_data_loader(DataLoader([1]), slice_fn_for_dispatch=len),
-        lambda: accelerator.get_tracker("mlflow", unwrap=True),
+        lambda: accelerator.get_tracker("journal", unwrap=True),
         lambda: notebook_launcher(print, mixed_precision="bf16"),
         lambda: notebook_launcher(print, node_rank=1),
     ):
@@ -244,6 +278,70 @@ def test_a_state_saved_in_an_open_window_is_that_between_two(tmp_path):
     assert model.weight.grad is None
     assert accelerator.sync_gradients
     assert not torch.equal(model.weight, undisturbed.weight), "the weights are those after the first window"
+
+
+def test_hooks_write_and_read_their_own_files_beside_the_state(tmp_path):
+    """As diffusers' scripts save a model of several parts: they write its folder, and pop its weights."""
+    accelerator, model, *_ = slope(num_rows=1)
+    called = []
+
+    def save(models, weights, folder):
+        assert weights.pop().keys() == models[0].state_dict().keys()
+        Path(folder, "part").mkdir()
+        Path(folder, "part", "model.safetensors").write_text("mine")
+
+    def load(models, folder):
+        called.append(Path(folder, "part", "model.safetensors").read_text())
+        models.pop()
+
+    accelerator.register_save_state_pre_hook(save)
+    handle = accelerator.register_load_state_pre_hook(load)
+    for _ in range(2):  # the second replaces the first
+        accelerator.save_state(tmp_path / "state")
+        with torch.no_grad():
+            model.weight.fill_(3.0)
+        accelerator.load_state(tmp_path / "state")
+        assert model.weight.item() == 0.0
+    handle.remove()
+    accelerator.load_state(tmp_path / "state")
+    assert called == ["mine", "mine"]
+    assert [path.name for path in tmp_path.iterdir()] == ["state"]
+
+
+def test_folders_are_named_and_the_oldest_are_deleted(tmp_path):
+    config = ProjectConfiguration(tmp_path, automatic_checkpoint_naming=True, total_limit=2)
+    accelerator = Accelerator(cpu=True, project_config=config)
+    progress = torch.nn.Linear(1, 1)
+    accelerator.register_for_checkpointing(progress)
+    with pytest.raises(RecipeError, match="pass one"):
+        accelerator.load_state()
+    for number in range(11):
+        torch.nn.init.constant_(progress.bias, number)
+        accelerator.save_state()
+    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"checkpoint_9", "checkpoint_10"}
+    assert accelerator.save_iteration == 11
+    torch.nn.init.zeros_(progress.bias)
+    accelerator.load_state()
+    assert progress.bias.item() == 10
+    config.iteration = 10
+    with pytest.raises(RecipeError, match="checkpoint_10 already exists\n  cure: .*iteration="):
+        accelerator.save_state()
+
+
+def test_bf16_weights_end_as_with_accelerate():
+    accelerate = pytest.importorskip("accelerate")
+    ends = []
+    for kind in (accelerate.Accelerator, Accelerator):
+        torch.manual_seed(0)
+        accelerator = kind(cpu=True, mixed_precision="bf16")
+        model = torch.nn.Linear(4, 4).to(torch.bfloat16)
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        loss = model(torch.ones(2, 4)).pow(2).mean()
+        accelerator.backward(loss)
+        optimizer.step()
+        ends.append((loss.detach(), model.weight.detach()))
+    assert ends[1][1].dtype is torch.bfloat16
+    assert all(torch.equal(one, other) for one, other in zip(*ends, strict=True))
 
 
 def test_a_models_output_stays_one():

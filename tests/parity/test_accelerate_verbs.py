@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from transformers import BatchEncoding, BertConfig, BertForSequenceClassification
 
 from tiny_models import config_of, tokenizer
-from trimtab import DistributedType
+from trimtab import DistributedType, accelerate
 from trimtab import Engine as Accelerator
 from trimtab.errors import PrepareError, RecipeError
 
@@ -461,6 +461,23 @@ def test_what_is_logged_can_be_read_back(tmp_path, log_with):
     assert accelerator.get_tracker("journal").name == "journal"
     with pytest.raises(RecipeError, match="before init_trackers"):
         accelerator.log({"late": 1})
+
+
+def test_tensorboard_gets_what_is_logged(tmp_path):
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    config = accelerate.ProjectConfiguration(tmp_path, logging_dir=tmp_path / "logs")
+    accelerator = accelerate.Accelerator(cpu=True, log_with="tensorboard", project_config=config)
+    accelerator.init_trackers(
+        "colours", {"lr": 0.1, "names": ["a"], "nothing": None}, {"tensorboard": {"flush_secs": 9}}
+    )
+    accelerator.log({"loss": 0.5, "accuracy": torch.tensor(0.25), "note": "fine", "both": {"a": 1, "b": 2}}, step=3)
+    accelerator.get_tracker("tensorboard", unwrap=True).add_scalar("mine", 7, 1)
+    assert accelerator.trackers[0].writer is accelerator.get_tracker("tensorboard", unwrap=True)
+    accelerator.end_training()
+    found = events.EventAccumulator(str(tmp_path / "logs" / "colours")).Reload()
+    points = {name: [(point.step, point.value) for point in found.Scalars(name)] for name in found.Tags()["scalars"]}
+    assert points == {"loss": [(3, 0.5)], "accuracy": [(3, 0.25)], "mine": [(1, 7.0)]}
+    assert found.Tags()["tensors"] == ["note/text_summary"]
 
 
 def test_without_trackers_logging_does_nothing_and_ending_is_allowed(tmp_path, monkeypatch):

@@ -1,5 +1,6 @@
 """Accelerate's configuration classes, for machines without Accelerate; Accelerate's own classes work as well."""
 
+import enum
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -70,6 +71,32 @@ class DistributedDataParallelKwargs:
     static_graph: bool = False
     comm_hook: str = "no"
     comm_wrapper: str = "no"
+
+
+class DDPCommunicationHookType(enum.StrEnum):
+    """How gradients are compressed between processes; only NO is supported."""
+
+    NO = "no"
+    FP16 = "fp16"
+    BF16 = "bf16"
+    POWER_SGD = "power_sgd"
+    BATCHED_POWER_SGD = "batched_power_sgd"
+
+
+class LoggerType(enum.StrEnum):
+    """The values of `log_with`; others are refused."""
+
+    ALL = "all"
+    MLFLOW = "mlflow"
+    TENSORBOARD = "tensorboard"
+
+
+@dataclass
+class AutocastKwargs:
+    """Options of `accelerator.autocast`."""
+
+    enabled: bool = True
+    cache_enabled: bool | None = None
 
 
 @dataclass

@@ -1,14 +1,25 @@
 """`Accelerator`: an engine with Accelerate's defaults, for scripts that change only their import line."""
 
 import os
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
+from trimtab.accelerate.configuration import ProjectConfiguration
 from trimtab.accelerate.shared_state import is_set, remember
+from trimtab.accelerate.state_folders import (
+    Hooks,
+    checkpoint_in,
+    folder_with_hooks,
+    next_folder,
+    numbered_folders,
+    registered,
+)
 from trimtab.engine.engine import Engine
 from trimtab.engine.loss_scaler import Scaler
 from trimtab.engine.prepared_loader import PreparedLoader
@@ -113,7 +124,20 @@ class Accelerator(Engine):
             kwargs_handlers=kwargs_handlers,
             **options,
         )
+        self.project_configuration = project_config or ProjectConfiguration(project_dir)
+        self._save_hooks: Hooks = OrderedDict()
+        self._load_hooks: Hooks = OrderedDict()
         remember(self)
+
+    @property
+    def native_amp(self) -> bool:
+        """Whether models compute in half precision; False, set before `prepare`, turns that off."""
+        return self._precision.compute_dtype is not None
+
+    @native_amp.setter
+    def native_amp(self, value: bool) -> None:
+        if not value:
+            self._precision.compute_dtype = None
 
     @property
     def scaler(self) -> Scaler | None:  # type: ignore[override]
@@ -147,27 +171,55 @@ class Accelerator(Engine):
         """Prepare one optimizer."""
         return super().prepare_optimizer(optimizer)
 
+    def register_save_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
+        """Call `hook(models, weights, folder)` in `save_state`; weights that it removes are saved anyway."""
+        return registered(self._save_hooks, hook)
+
+    def register_load_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
+        """Call `hook(models, folder)` in `load_state`, before everything that `save_state` wrote is loaded."""
+        return registered(self._load_hooks, hook)
+
+    @property
+    def save_iteration(self) -> int:
+        """The number of the next folder of `automatic_checkpoint_naming`."""
+        return int(self.project_configuration.iteration)
+
     def save_state(self, output_dir: str | Path | None = None, safe_serialization: bool = True) -> str:
         """Write the state to a folder, without the gradients of an open accumulation window.
 
-        A script that saves every n batches returns to the start of the window with `skip_first_batches`.
+        A script that saves every n batches returns to the start of the window with `skip_first_batches`. If only the
+        main process calls it, the other processes resume with its random state.
         """
+        _refuse_unless(safe_serialization, "save_state(safe_serialization=False)", "leave it out")
+        config = self.project_configuration
+        if config.automatic_checkpoint_naming:
+            output_dir = next_folder(config, self.project_dir, self.is_main_process)
         if output_dir is None:
             raise RecipeError(
                 "save_state() without a folder is not supported", "pass one: accelerator.save_state(FOLDER)"
             )
-        _refuse_unless(safe_serialization, "save_state(safe_serialization=False)", "leave it out")
-        with self._gradients.window_set_aside():  # Accelerate saves no gradients, and scripts rely on that
-            return super().save_state(output_dir)
+        # Accelerate saves no gradients, and scripts rely on that
+        with (
+            self._gradients.window_set_aside(),
+            folder_with_hooks(self._save_hooks, self._models, Path(output_dir), self.is_main_process) as folder,
+        ):
+            self._saved_state.save(folder, may_be_alone=True)
+        config.iteration += 1
+        return str(output_dir)
 
     def load_state(self, input_dir: Any = None, load_kwargs: dict[str, Any] | None = None) -> None:
         """Load what `save_state` wrote."""
+        if input_dir is None and self.project_configuration.automatic_checkpoint_naming:
+            input_dir = next(reversed(numbered_folders(self.project_dir)), None)
         if input_dir is None:
             raise RecipeError(
                 "load_state() without a folder is not supported", "pass one: accelerator.load_state(FOLDER)"
             )
         _refuse_unless(not load_kwargs, "load_state(load_kwargs=…)", "leave it out")
-        super().load_state(input_dir)
+        models = list(self._models)
+        for hook in self._load_hooks.values():
+            hook(models, str(input_dir))
+        super().load_state(checkpoint_in(Path(input_dir)) if isinstance(input_dir, str | Path) else input_dir)
 
     def save_model(
         self,
@@ -196,9 +248,11 @@ class Accelerator(Engine):
         return super().autocast(bool(getattr(handler, "enabled", handler)))
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """Return the tracker with that name."""
-        _refuse_unless(not unwrap, "get_tracker(unwrap=True)", "use mlflow.MlflowClient() with the run's ID")
-        return super().get_tracker(name)
+        """Return the tracker with that name; `unwrap` returns the object that it writes to, TensorBoard's writer."""
+        tracker = super().get_tracker(name)
+        cure = "use the tracker itself; for MLflow, mlflow.MlflowClient() with the run's ID"
+        _refuse_unless(not unwrap or hasattr(tracker, "tracker"), f"get_tracker({name!r}, unwrap=True)", cure)
+        return tracker.tracker if unwrap else tracker
 
 
 def _listed(device_placement: bool | None) -> list[bool] | None:

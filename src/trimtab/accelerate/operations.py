@@ -1,5 +1,8 @@
 """Collective operations that need no engine: `gather`, `broadcast`, `reduce` and others."""
 
+import contextlib
+import os
+from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -103,6 +106,33 @@ def extract_model_from_parallel(
             "accelerator.unwrap_model(model, keep_fp32_wrapper=False)",
         )
     return model.module if isinstance(model, DataParallel) else model
+
+
+def is_peft_model(model: Any) -> bool:
+    """Whether a model, or the one inside its data-parallel wrapper, is PEFT's."""
+    from peft import PeftModel
+
+    return isinstance(extract_model_from_parallel(model), PeftModel)
+
+
+def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
+    """Return tqdm's progress bar, which by default only the main process of each host shows."""
+    from tqdm.auto import tqdm as bar
+
+    hidden = main_process_only and PartialState().local_process_index > 0
+    return bar(*args, **{**kwargs, "disable": kwargs.get("disable") or hidden})
+
+
+@contextlib.contextmanager
+def patch_environment(**variables: Any) -> Iterator[None]:
+    """Set environment variables, with names in upper case, inside the context."""
+    before = dict(os.environ)
+    os.environ.update({name.upper(): str(value) for name, value in variables.items()})
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def _check(verb: str, value: Any, state: Any) -> None:

@@ -32,6 +32,11 @@ def latest_engine() -> Engine | None:
     return None if _latest is None else _latest()
 
 
+def is_initialized() -> bool:
+    """Whether an `Accelerator` exists."""
+    return latest_engine() is not None
+
+
 def forget() -> None:
     """Forget the latest engine."""
     global _latest, _without_engine

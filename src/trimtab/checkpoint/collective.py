@@ -13,10 +13,13 @@ from trimtab.checkpoint.state import Part, RandomPart, StatefulPart, apply_parts
 from trimtab.checkpoint.store import StoredCheckpoint, write_checkpoint
 from trimtab.distributed.world import World
 from trimtab.errors import CheckpointError
+from trimtab.log import log_info_once
 from trimtab.randomness import random_state
 
 
-def collective_save(world: World, folder: str | Path, parts: Sequence[Part], gradients_are_same: bool) -> str:
+def collective_save(
+    world: World, folder: str | Path, parts: Sequence[Part], gradients_are_same: bool, may_be_alone: bool = False
+) -> str:
     """Write every part to a folder. All ranks call it; the generators of all ranks are saved.
 
     Args:
@@ -24,10 +27,13 @@ def collective_save(world: World, folder: str | Path, parts: Sequence[Part], gra
         folder: The checkpoint's folder; the value on rank 0 is used.
         parts: The state.
         gradients_are_same: Whether all ranks have the same gradients, or none. Different ones could not be saved.
+        may_be_alone: Whether rank 0 saves alone if the other ranks do not call it; its generators stand for theirs.
 
     Returns:
         The folder.
     """
+    if may_be_alone and world.process_index == 0 and not world.monitor.others_enter("save_state"):
+        return _save_alone(world, folder, parts)
     world.monitor.meet("save_state")
     _gather_generators(world, parts, gradients_are_same)
     problem: Exception | None = None
@@ -40,6 +46,19 @@ def collective_save(world: World, folder: str | Path, parts: Sequence[Part], gra
     problem, folder = world.broadcast_object((problem, folder))
     if problem is not None:
         raise problem
+    return str(folder)
+
+
+def _save_alone(world: World, folder: str | Path, parts: Sequence[Part]) -> str:
+    log_info_once(
+        "save_state was called on rank 0 only: when the state is loaded, the other ranks continue with rank 0's random "
+        "state. If processes draw different random numbers, call save_state on all of them"
+    )
+    for part in parts:
+        if isinstance(part, RandomPart):
+            part.of_all = [random_state()] * world.num_processes
+    with world.monitor.long("save_state"):
+        write_checkpoint(folder, encode_parts(parts))
     return str(folder)
 
 

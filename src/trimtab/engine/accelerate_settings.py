@@ -12,6 +12,7 @@ from trimtab.distributed.ddp import DataParallelOptions
 from trimtab.engine.accumulation import WindowRules
 from trimtab.engine.sharding import LoaderRules
 from trimtab.errors import RecipeError
+from trimtab.log import log_info_once
 
 _SCALER_FIELDS = ("init_scale", "growth_factor", "backoff_factor", "growth_interval")
 
@@ -44,10 +45,13 @@ def read_handlers(handlers: Sequence[Any] | None, find_unused_parameters: bool) 
         elif type(handler).__name__ == "InitProcessGroupKwargs":
             _require_defaults(handler, backend=(None, "nccl", "gloo"), init_method=(None,))
             timeout_s = None if handler.timeout is None else handler.timeout.total_seconds()
+        elif type(handler).__name__ == "AutocastKwargs":
+            _require_defaults(handler, enabled=(True,), cache_enabled=(None, True))
         else:
             raise RecipeError(
                 f"kwargs_handlers contains a {type(handler).__name__}, which is not supported",
-                "use GradScalerKwargs, ProfileKwargs, DistributedDataParallelKwargs or InitProcessGroupKwargs",
+                "use GradScalerKwargs, ProfileKwargs, DistributedDataParallelKwargs, InitProcessGroupKwargs or "
+                "AutocastKwargs",
             )
     return Handlers(scaler, profile, options, timeout_s)
 
@@ -117,23 +121,24 @@ def accumulation_rules(steps: int, plugin: Any, as_accelerate: bool = False) -> 
     return int(plugin.num_steps or 1), rules
 
 
-def project_folder(folder: str | Path | None, config: Any) -> Path | None:
-    """Return the folder that trackers write to, from the argument or from a ProjectConfiguration."""
-    if getattr(config, "automatic_checkpoint_naming", False):
+def project_folders(
+    folder: str | Path | None, config: Any, as_accelerate: bool = False
+) -> tuple[Path | None, Path | None]:
+    """Return the project's folder and the one that trackers write to, from the argument or a ProjectConfiguration."""
+    names_folders = bool(getattr(config, "automatic_checkpoint_naming", False))
+    if names_folders and not as_accelerate:
         raise RecipeError(
             "project_config.automatic_checkpoint_naming=True is not supported", "pass a folder to save_state"
         )
     if config is not None:
-        _require_defaults(config, iteration=(0,), save_on_each_node=(False,))
-    if getattr(config, "total_limit", None) is not None:
-        raise RecipeError("project_config.total_limit is not supported", "delete old folders of save_state yourself")
+        _require_defaults(config, save_on_each_node=(False,))
+    if getattr(config, "total_limit", None) is not None and not names_folders:
+        if not as_accelerate:
+            raise RecipeError(
+                "project_config.total_limit is not supported", "delete old folders of save_state yourself"
+            )
+        log_info_once("project_config.total_limit applies to automatic_checkpoint_naming=True only, as in Accelerate")
     chosen = folder if folder is not None else getattr(config, "project_dir", None)
-    logs = getattr(config, "logging_dir", None)
-    if logs is not None and Path(logs) != Path(chosen or logs):
-        raise RecipeError(
-            f"project_config.logging_dir={str(logs)!r} is another folder than project_dir={str(chosen)!r}: all "
-            "trackers write to one folder",
-            "leave logging_dir out",
-        )
+    logs = getattr(config, "logging_dir", None) or chosen
     chosen = chosen if chosen is not None else logs
-    return None if chosen is None else Path(chosen)
+    return None if chosen is None else Path(chosen), None if logs is None else Path(logs)

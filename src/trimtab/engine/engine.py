@@ -21,7 +21,7 @@ from trimtab.distributed.environment import read_rank_info
 from trimtab.distributed.process_state import ProcessInterface, ProcessState
 from trimtab.distributed.rendezvous import init_world
 from trimtab.distributed.world import DistributedType, World
-from trimtab.engine.accelerate_settings import accumulation_rules, loader_rules, project_folder, read_handlers
+from trimtab.engine.accelerate_settings import accumulation_rules, loader_rules, project_folders, read_handlers
 from trimtab.engine.accelerate_verbs import UNSUPPORTED, AccelerateInterface, GradientState, save_object
 from trimtab.engine.accumulation import Accumulation, MicroBatch
 from trimtab.engine.collectives import Collectives
@@ -69,8 +69,8 @@ class Engine(AccelerateInterface, ProcessInterface):
         cpu: Whether to compute on the CPU, like device="cpu".
         device_placement: Whether `prepare` moves models and batches to the device.
         step_scheduler_with_optimizer: Whether a prepared scheduler steps only after an optimizer step.
-        log_with: "mlflow", "journal", an object with the methods start, log and finish, or a list of these; None
-            disables tracking.
+        log_with: "mlflow", "tensorboard", "journal", an object with the methods start, log and finish, or a list of
+            these; None disables tracking.
         project_dir: The folder that trackers write to.
         split_batches: Whether the batch size of a loader counts the rows of all processes; True by default. With False,
             as in Accelerate, every process takes whole batches and schedulers step once per process.
@@ -79,7 +79,7 @@ class Engine(AccelerateInterface, ProcessInterface):
         dataloader_config: Accelerate's DataLoaderConfiguration, with Accelerate's meaning: unless it has
             split_batches=True, every process takes whole batches.
         gradient_accumulation_plugin: Accelerate's GradientAccumulationPlugin, instead of gradient_accumulation_steps.
-        project_config: Accelerate's ProjectConfiguration; only its project_dir is used.
+        project_config: Accelerate's ProjectConfiguration; trackers write to its logging_dir.
         kwargs_handlers: Accelerate's GradScalerKwargs, ProfileKwargs, DistributedDataParallelKwargs and
             InitProcessGroupKwargs (its timeout).
         memory_budget: The device memory that the process may use, such as "8GiB"; "auto" uses the free memory. When
@@ -153,15 +153,15 @@ class Engine(AccelerateInterface, ProcessInterface):
             gradient_accumulation_steps, gradient_accumulation_plugin, self._as_accelerate
         )
         self.device = device
-        self.project_dir = self.logging_dir = project_folder(project_dir, project_config)
+        self.project_dir, self.logging_dir = project_folders(project_dir, project_config, self._as_accelerate)
         self._dataloader_config, self._profile_handler = dataloader_config, handlers.profile
-        trackers = build_trackers(log_with, self.project_dir)
+        trackers = build_trackers(log_with, self.logging_dir)
         world = world or init_world(place, device, handlers.data_parallel, handlers.timeout_s)
         if mixed_precision == "auto":
             mixed_precision = native_precision(device).replace("fp32", "no")
         self._world = world
         self._trackers = TrackerGroup(trackers, self.is_main_process)
-        self._precision = precision = Precision(mixed_precision, device)
+        self._precision = precision = Precision(mixed_precision, device, keeps_bf16=self._as_accelerate)
         self._compiles_blocks = compile_blocks
         self._scaler = NoScaler()
         if precision.needs_loss_scaling:
@@ -216,7 +216,7 @@ class Engine(AccelerateInterface, ProcessInterface):
             PrepareError: A part cannot be prepared. No part was changed.
         """
         moves = device_placement or [self._prepared.moves] * len(parts)
-        check_parts(parts, moves)
+        check_parts(parts, moves, allows_none=self._as_accelerate)
         self._forward_backward.check(parts)
         # before the budget is applied: gradient checkpointing calls the compiled blocks again
         if self._compiles_blocks:

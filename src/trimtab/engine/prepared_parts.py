@@ -88,7 +88,7 @@ class PreparedParts:
             return self.prepare_optimizer(part)
         if isinstance(part, DataLoader | PreparedLoader):
             return self.prepare_loader(part, moves)
-        return self.prepare_scheduler(part)
+        return None if part is None else self.prepare_scheduler(part)
 
     def prepare_model(self, model: torch.nn.Module, moves: bool) -> torch.nn.Module:
         """Move a model, attach autocast, and connect it to the other processes."""
@@ -147,10 +147,12 @@ class PreparedParts:
 _NOT_SCHEDULERS = (torch.nn.Module, torch.optim.Optimizer, DataLoader, PreparedLoader)
 
 
-def check_parts(parts: Sequence[Any], moves: Sequence[bool]) -> None:
+def check_parts(parts: Sequence[Any], moves: Sequence[bool], allows_none: bool = False) -> None:
     """Raise `PrepareError` for a part that cannot be prepared, before any part is changed."""
     for position, part in enumerate(parts):
         is_scheduler = all(hasattr(part, name) for name in ("step", "state_dict", "load_state_dict"))
+        if part is None and allows_none:
+            continue
         if not isinstance(part, _NOT_SCHEDULERS) and not is_scheduler:
             raise PrepareError(
                 f"argument {position + 1} of prepare is a {type(part).__module__}.{type(part).__qualname__}, "

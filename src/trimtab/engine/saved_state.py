@@ -50,9 +50,10 @@ class SavedState:
         """Include frozen parameters in the state, because they become trainable during the run."""
         self._later.extend(parameters)
 
-    def save(self, folder: str | Path) -> str:
-        """Write the state to a folder and return the folder."""
-        return collective_save(self._world, folder, self.parts(), self._prepared.gradients.are_same_everywhere)
+    def save(self, folder: str | Path, may_be_alone: bool = False) -> str:
+        """Write the state to a folder and return the folder; with `may_be_alone`, rank 0 does not need the others."""
+        are_same = self._prepared.gradients.are_same_everywhere
+        return collective_save(self._world, folder, self.parts(), are_same, may_be_alone)
 
     def capture(self) -> dict[str, Encoded] | None:
         """Return the state on rank 0, None elsewhere. Its tensors share memory with the model."""

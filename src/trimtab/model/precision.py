@@ -30,9 +30,10 @@ class Precision:
     Args:
         name: "no", "tf32", "fp16", "bf16" or "bf16-pure". "tf32" applies to the whole process.
         device: Device of the model.
+        keeps_bf16: Whether "bf16" leaves bf16 weights as they are, as Accelerate does; else they become fp32.
     """
 
-    def __init__(self, name: str | None, device: torch.device) -> None:
+    def __init__(self, name: str | None, device: torch.device, keeps_bf16: bool = False) -> None:
         self.name = "no" if name is None else str(name)
         if self.name not in _DTYPES:
             names = ", ".join(f'"{known}"' for known in _DTYPES)
@@ -40,6 +41,7 @@ class Precision:
         self.compute_dtype = _DTYPES[self.name]
         self.is_pure = self.name == "bf16-pure"
         self._device = device
+        self._keeps_bf16 = keeps_bf16 and self.compute_dtype is torch.bfloat16
         if self.name == "tf32":
             _use_tf32(device)
 
@@ -62,6 +64,9 @@ class Precision:
             _convert([p for p in model.parameters() if p.is_floating_point()], self.compute_dtype)
         else:
             trained = [p for p in model.parameters() if p.requires_grad and not is_rounded(p)]
+            if self._keeps_bf16 and any(p.dtype is torch.bfloat16 for p in trained):
+                say(f"{type(model).__name__}: bf16 weights stay bf16, as in Accelerate; small updates are rounded away")
+                trained = [p for p in trained if p.dtype is not torch.bfloat16]
             convert_to_fp32(trained, model_name=type(model).__name__)
             cast_experts(model)
         precision = self

@@ -1,4 +1,4 @@
-"""The tracker protocol, and the trackers that `Engine(log_with=…)` accepts by name: the journal and MLflow."""
+"""The tracker protocol, and the trackers that `Engine(log_with=…)` accepts by name: journal, MLflow and TensorBoard."""
 
 import enum
 from pathlib import Path
@@ -7,6 +7,7 @@ from typing import Any, Protocol
 from trimtab.errors import RecipeError
 from trimtab.runs.journal import Journal
 from trimtab.tracking.mlflow.tracker import MlflowTracker
+from trimtab.tracking.tensorboard import TensorBoardTracker
 
 
 class Tracker(Protocol):
@@ -15,7 +16,7 @@ class Tracker(Protocol):
     Pass it as `Engine(log_with=[…])`. On the main process, `init_trackers` calls `start`, `Engine.log` calls `log` and
     `end_training` calls `finish`. Values are numbers, texts or one-element tensors. Exceptions reach the training loop.
     A tracker with a method `set_up` receives `init_trackers(init_kwargs={NAME: {…}})` through it before `start`.
-    docs/tracking.md has examples for TensorBoard and Weights & Biases.
+    docs/tracking.md has an example for Weights & Biases.
     """
 
     name: str
@@ -31,7 +32,7 @@ class Tracker(Protocol):
 
 
 def build_trackers(log_with: Any, folder: Path | None) -> list[Tracker]:
-    """Build the trackers for `log_with`: "journal", "mlflow", "all" of these, a tracker object, or a list of them."""
+    """Build the trackers for `log_with`: a name ("all" is the journal and MLflow), a tracker object, or a list."""
     if log_with is None:
         return []
     trackers: list[Tracker] = []
@@ -40,15 +41,17 @@ def build_trackers(log_with: Any, folder: Path | None) -> list[Tracker]:
         if not isinstance(choice, str) and all(hasattr(choice, method) for method in ("start", "log", "finish")):
             trackers.append(choice)
             continue
-        if choice not in ("journal", "mlflow", "all"):
+        if choice not in ("journal", "mlflow", "tensorboard", "all"):
             raise RecipeError(
                 f"log_with={choice!r} is not valid",
-                'use "mlflow", "journal" (a metrics.jsonl file), or an object with start, log and finish',
+                'use "mlflow", "tensorboard", "journal" (a metrics.jsonl file), or an object with start, log, finish',
             )
         if choice in ("journal", "all"):
             trackers.append(Journal(folder or Path(".")))
         if choice in ("mlflow", "all"):
             trackers.append(MlflowTracker(folder))
+        if choice == "tensorboard":
+            trackers.append(TensorBoardTracker(folder))
     return trackers
 
 

@@ -59,6 +59,17 @@ class Monitor:
             PeerError: A rank called it with another name, or is lost.
         """
 
+    def others_enter(self, operation: str) -> bool:
+        """Wait until another rank has called `meet`, or cannot: it waits in another collective, or is lost.
+
+        Args:
+            operation: What this rank is about to do.
+
+        Returns:
+            Whether another rank has called `meet`.
+        """
+        return True
+
     def explain(self, error: BaseException) -> PeerError:
         """Return an error that names the rank that made a collective fail.
 
@@ -196,6 +207,22 @@ class PeerMonitor(Monitor):
             problem = self._wait_in_store(operation)
         if problem:
             raise PeerError(problem)
+
+    def others_enter(self, operation: str) -> bool:
+        """Wait until another rank has called `meet`, or cannot."""
+        others = [rank for rank in range(self._num_processes) if rank != self._rank]
+        keys = [f"barrier/{self._num_barriers + 1}/{rank}" for rank in others]
+        number = self._state.num_collectives + 1
+        pause_s = 0.0005
+        with self.long(f"{operation}: waiting for the other ranks"):
+            while not any(self._store.check([key]) for key in keys):
+                with self._peers.lock:
+                    self._peers.look_up()
+                    if rules.find_absent(self._peers, Wait(operation, number)):
+                        return False
+                time.sleep(pause_s)
+                pause_s = min(1.3 * pause_s, 0.05)
+        return True
 
     def explain(self, error: BaseException) -> PeerError:
         """Return the error that names the lost rank, after waiting at most a few seconds for reports."""

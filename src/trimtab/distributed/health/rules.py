@@ -77,6 +77,18 @@ def find_departed(peers: Peers, wait: Wait | None, *, count_exited: bool = True)
     return _each(exited, lambda peer: f"rank {peer.rank} has exited{where}; {peer.last}")
 
 
+def find_absent(peers: Peers, wait: Wait) -> bool:
+    """Return whether a rank waits for this one in another collective than `wait`, or has ended, or hangs."""
+    limit_s = peers.timeouts.busy_s
+    return any(
+        peer.has_ended
+        or peer.liveness == "gone"
+        or max(peer.silent_s, peer.report.idle_s) >= limit_s
+        or (peer.in_collective and peer.report.number >= wait.number and peer.report.operation != wait.operation)
+        for peer in peers.all
+    )
+
+
 def find_secondary_failure(peers: Peers) -> str | None:
     """Repeat the reason of a rank that failed because of another one."""
     failed = [peer for peer in peers.all if peer.report.end == "failed"]
