@@ -15,13 +15,12 @@ from trimtab.checkpoint.background import BackgroundWriter
 from trimtab.checkpoint.codec import decode, encode
 from trimtab.checkpoint.snapshot import Snapshots
 from trimtab.checkpoint.store import StoredCheckpoint, find_checkpoint_problem, write_checkpoint
-from trimtab.log import _logged_once
 
 
 @pytest.fixture(autouse=True)
-def _fresh_log(caplog):
+def _fresh_log(caplog, monkeypatch):
     caplog.set_level(logging.INFO)
-    _logged_once.clear()
+    monkeypatch.setattr("trimtab.log._logged_once", set())
 
 
 def parts_of(value):
@@ -73,7 +72,11 @@ def test_what_is_written_is_the_state_of_the_call(tmp_path, monkeypatch):
     assert gate.threads == ["trimtab-checkpoint"]
 
 
-def test_a_save_that_still_runs_is_waited_for_and_that_is_reported(tmp_path, monkeypatch, caplog):
+@pytest.mark.parametrize(("worth_reporting_s", "num_lines"), [(0.0, 1), (1e9, 0)])
+def test_a_save_that_still_runs_is_waited_for_and_that_is_reported(
+    worth_reporting_s, num_lines, tmp_path, monkeypatch, caplog
+):
+    monkeypatch.setattr(background_module, "_WORTH_REPORTING_S", worth_reporting_s)
     gate, writer = Gate(monkeypatch), BackgroundWriter()
     for step in range(3):
         if step == 1:
@@ -83,7 +86,7 @@ def test_a_save_that_still_runs_is_waited_for_and_that_is_reported(tmp_path, mon
     assert gate.most_at_once == 1
     for step in range(3):
         assert (saved(tmp_path / f"step-{step}")["x"] == step).all(), "a save was skipped, or overwritten by the next"
-    assert said(caplog, "for the previous checkpoint to be written") == 1
+    assert said(caplog, "for the previous checkpoint to be written") == num_lines
 
 
 def test_what_comes_after_a_save(tmp_path, caplog):

@@ -104,6 +104,23 @@ def test_remaining_batches_are_counted():
     assert [loader.num_remaining for _ in loader] == [3, 2, 1, 0]
 
 
+@pytest.mark.parametrize("name", ["shuffled", "iterable"])
+def test_a_loaded_position_is_shown_before_the_first_batch(name):
+    engine = Engine(device="cpu")
+    loader, other = engine.prepare(loaders()[name](), loaders()[name]())
+    for _, _ in zip(range(2), loader, strict=False):
+        state = loader.state_dict()
+    assert state["num_delivered"] == 2
+    undo = other.undo_point()
+    for _ in other:
+        other.load_state_dict(state)
+        break
+    assert other.num_delivered == 2, "also if another iteration was open then"
+    assert len(list(other)) == 2
+    undo()
+    assert other.num_delivered == 0
+
+
 def test_the_plain_loader_is_left_alone():
     plain = loaders()["shuffled"]()
     before = dict(plain.__dict__)

@@ -21,6 +21,7 @@ from trimtab.units import format_bytes, format_seconds
 
 # share of free memory; the rest is left to the page cache, through which files are written, and to others
 _SHARE_OF_FREE_MEMORY = 0.75
+_WORTH_REPORTING_S = 1.0  # a shorter wait for the previous save costs nothing that other settings would save
 
 
 class BackgroundWriter:
@@ -111,6 +112,8 @@ class BackgroundWriter:
         return failure
 
     def _report_wait(self, seconds: float) -> None:
+        if seconds < _WORTH_REPORTING_S:
+            return
         if not self._has_reported_wait:
             say(
                 f"training waited {format_seconds(seconds)} for the previous checkpoint to be written: "

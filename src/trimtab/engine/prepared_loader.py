@@ -228,7 +228,7 @@ class PreparedLoader:
         finally:
             self._active.leave(self)
             if self._iteration is iteration:  # else the next iteration started before this one was closed
-                self.num_delivered = 0
+                self.num_delivered = 0 if self._resume is None else self._resume["num_delivered"]
                 self._start = None
                 self._ahead = UNREAD
                 self.end_of_epoch = completed or self.end_of_epoch
@@ -507,15 +507,16 @@ class PreparedLoader:
             raise ValueError("the saved dataset stored its own position; this one, or one with workers, does not")
         state = _with_group_size(state, self._sharding.group_size)
         self.epoch, self._resume, self._last_read = state["epoch"], state, state.get("last_read")
+        self.num_delivered = state["num_delivered"]
         self._random.set_generator_states(state["generators"])
 
     def undo_point(self) -> Callable[[], None]:
         """Return a function that undoes `load_state_dict`; loading a state dict would restart the current epoch."""
-        epoch, resume, last_read = self.epoch, self._resume, self._last_read
+        before = self.epoch, self._resume, self._last_read, self.num_delivered
         restore_generators = self._random.undo_point()
 
         def undo() -> None:
-            self.epoch, self._resume, self._last_read = epoch, resume, last_read
+            self.epoch, self._resume, self._last_read, self.num_delivered = before
             restore_generators()
 
         return undo
