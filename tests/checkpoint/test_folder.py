@@ -153,6 +153,7 @@ def test_the_next_writer_removes_what_a_killed_one_left(tmp_path):
     for state in ("writing", "removing"):
         left(tmp_path, f".t.{state}-{dead}")
     (tmp_path / f".t.writing-{dead_pid()}").write_text("half of a file of predictions")
+    left(tmp_path, f"..t.writing-{dead}.writing-{dead}")  # of a writer that used another one inside
     stays = left(tmp_path, f".other.writing-{dead}")  # nobody writes that one now
     write(tmp_path / "t", "x")
     assert names(tmp_path) == {"t", stays.name}

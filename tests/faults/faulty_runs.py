@@ -326,6 +326,41 @@ def command(words: list[str], output: str, also_errors: bool = True) -> None:
     run_command(words)
 
 
+class SignalAtFile:
+    """An audit hook that sends this process a signal before the nth change to a file below a folder.
+
+    Args:
+        folder: The folder; a temporary folder counts too if its name begins with ".trimtab.".
+        nth: The change; 0 sends nothing.
+        number: The signal.
+    """
+
+    def __init__(self, folder: str, nth: int, number: int) -> None:
+        self._folder, self._nth, self._number = folder, nth, number
+        self.num_events = 0
+
+    def __call__(self, event: str, arguments: tuple) -> None:
+        if event not in ("open", "os.rename", "os.mkdir", "os.rmdir", "shutil.rmtree"):
+            return
+        if event == "open" and not arguments[2] & _WRITES:
+            return
+        name = str(os.fspath(arguments[0])) if isinstance(arguments[0], str | bytes | os.PathLike) else ""
+        if name.startswith(self._folder) or "/.trimtab." in name:
+            self.num_events += 1
+            if self.num_events == self._nth:
+                os.kill(os.getpid(), self._number)
+
+
+def disturbed_command(words: list[str], folder: str, nth: int, number: int, count: str) -> None:
+    """Run `trimtab WORDS…`, which gets a signal as `SignalAtFile` says; the file `count` gets the number of changes."""
+    hook = SignalAtFile(folder, nth, number)
+    sys.addaudithook(hook)
+    try:
+        run_command(words)
+    finally:
+        Path(count).write_text(str(hook.num_events))
+
+
 class Measure:
     """A callback: counts the tensors that Python knows after some steps, and the rows that were read for the first one.
 

@@ -9,6 +9,7 @@ import errno
 import os
 import re
 import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -95,12 +96,23 @@ def folder_beside(target: Path, use: str) -> Iterator[Path]:
     clear_leftovers(target.parent, name)
     temporary = _temporary(target.with_name(name), "writing")
     try:
-        temporary.mkdir(parents=True)
+        temporary.mkdir(0o700, parents=True)
         yield temporary
     except OSError as error:
         _raise_naming_target(error, target, temporary)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+@contextmanager
+def temporary_folder(use: str) -> Iterator[Path]:
+    """Yield a new folder among the system's temporary files and remove it on exit, with leftovers of killed processes.
+
+    Args:
+        use: A word for its name.
+    """
+    with folder_beside(Path(tempfile.gettempdir(), "trimtab"), use) as folder:
+        yield folder
 
 
 def remove_folder(folder: Path) -> None:
@@ -142,7 +154,7 @@ def clear_leftovers(parent: Path, name: str | None = None) -> list[Path]:
         match = _TEMPORARY.fullmatch(path.name)
         if match is None or path.is_symlink() or not (path.is_dir() or name is not None):
             continue
-        if name is not None and match["name"] != name:
+        if name is not None and _final_name(path.name) != name:
             continue
         with suppress(OSError):  # removed by another process in the meantime, or no permission
             if _is_in_use(path) or (match["state"] == "outdated" and restore_interrupted(parent / match["name"])):
@@ -163,6 +175,13 @@ def sync_path(path: Path) -> None:
             raise
     finally:
         os.close(descriptor)
+
+
+def _final_name(name: str) -> str:
+    """Return the name of the folder that a temporary one becomes, which may be a temporary one in turn."""
+    while match := _TEMPORARY.fullmatch(name):
+        name = match["name"]
+    return name
 
 
 def _temporary(target: Path, state: str) -> Path:

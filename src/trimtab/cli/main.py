@@ -17,6 +17,7 @@ import trimtab
 from trimtab.checkpoint.disk_errors import failed_path, is_disk_full, is_not_allowed
 from trimtab.cli.cluster import cluster
 from trimtab.cli.distill import distill
+from trimtab.cli.end_signals import EndSignals
 from trimtab.cli.evaluate import evaluate
 from trimtab.cli.export import export
 from trimtab.cli.machine import config, doctor, launch
@@ -73,6 +74,21 @@ def _root(
 
 def main() -> None:
     """Run the command line. A user error ends in one message and its exit code, never in a traceback."""
+    with EndSignals() as signals:
+        try:
+            _run()
+        except SystemExit as ended:
+            if ended.code == INTERRUPTED:  # typer turns a KeyboardInterrupt into this exit code and prints nothing
+                _print_interrupted(signals)
+                signals.end_process()
+            if not ended.code:
+                _end_rank()
+            raise
+        finally:
+            flush_streams()
+
+
+def _run() -> None:
     try:
         app()
     except Stopped as stopped:
@@ -82,14 +98,7 @@ def main() -> None:
         _print_error(f"error: {error}", fg="red" if sys.stderr.isatty() else None)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:  # before typer has taken over
-        _print_interrupted()
         sys.exit(INTERRUPTED)
-    except SystemExit as ended:
-        if ended.code == INTERRUPTED:  # typer turns a KeyboardInterrupt into this exit code and prints nothing
-            _print_interrupted()
-        if not ended.code:
-            _end_rank()
-        raise
     except OSError as error:
         place = failed_path(error)
         if is_disk_full(error):
@@ -106,8 +115,6 @@ def main() -> None:
             raise
         _print_error(f"error: {failure}", fg="red" if sys.stderr.isatty() else None)
         sys.exit(failure.exit_code)
-    finally:
-        flush_streams()
 
 
 def _end_rank() -> None:
@@ -118,9 +125,9 @@ def _end_rank() -> None:
             end_finished_rank()
 
 
-def _print_interrupted() -> None:
+def _print_interrupted(signals: EndSignals) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # another Ctrl-C while Python exits would print a traceback
-    _print_error("stopped")
+    _print_error("stopped" if signals.received is None else f"stopped by {signals.received.name}")
 
 
 def _print_error(text: str, fg: str | None = None) -> None:

@@ -7,16 +7,15 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from trimtab.build.data import run_name
+from trimtab.checkpoint.folder import temporary_folder
 from trimtab.errors import RecipeError
 from trimtab.log import say
 from trimtab.recipe.load import LoadedRecipe, load_recipe
@@ -174,11 +173,11 @@ def compare(recipe: Recipe, candidates: Sequence[VariantRuns], protocol: Protoco
     surroundings: dict[str, str] = {}
     is_complete = True
     began = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="trimtab-compare-") as home, _ended_as_interrupted():
+    with temporary_folder("compare") as home:
         try:
             for repeat, (number, one) in itertools.product(range(protocol.num_repeats), enumerate(candidates)):
                 if one.recipe is not None and not one.failure:
-                    folder = Path(home) / f"{number}-{repeat}"
+                    folder = home / f"{number}-{repeat}"
                     log = logs / f"{number + 1}-{_as_file_name(one.variant.name)}-{repeat + 1}.log"
                     surroundings = _measure(one, repeat, protocol, folder, log) or surroundings
         except KeyboardInterrupt:
@@ -197,28 +196,6 @@ def compare(recipe: Recipe, candidates: Sequence[VariantRuns], protocol: Protoco
         recipe=shorten_recipe(recipe.model_dump(mode="json", exclude_defaults=True), protocol.num_steps),
         is_complete=is_complete,
     )
-
-
-@contextlib.contextmanager
-def _ended_as_interrupted() -> Iterator[None]:
-    """Raise KeyboardInterrupt at SIGTERM and SIGHUP: a job ended by its scheduler also keeps its measurements.
-
-    A closed terminal must not leave a measured process. Signals that are ignored (nohup) stay ignored.
-    """
-    if threading.current_thread() is not threading.main_thread():  # others cannot set handlers
-        yield
-        return
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    wanted = (number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is not signal.SIG_IGN)
-    before = {number: signal.signal(number, interrupt) for number in wanted}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def shorten_recipe(values: Mapping[str, Any], num_steps: int) -> dict[str, Any]:

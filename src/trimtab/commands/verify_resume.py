@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from typing import Any
 import yaml
 
 from trimtab.checkpoint.checkpoints_folder import CheckpointsFolder
+from trimtab.checkpoint.folder import temporary_folder
 from trimtab.checkpoint.tensor_file import as_bytes
 from trimtab.errors import RecipeError, TrimtabError, UserError
 from trimtab.log import say
@@ -49,8 +49,7 @@ def prove_resume(recipe: Recipe, device: str | None = None) -> Proof:
         UserError: The recipe is not valid.
         TrimtabError: One of the runs failed.
     """
-    with tempfile.TemporaryDirectory(prefix="trimtab-proof-") as name:
-        home = Path(name)
+    with temporary_folder("proof") as home:
         (home / "recipe.yaml").write_text(yaml.safe_dump(_shorten_recipe(recipe), allow_unicode=True))
         say(f"training {_NUM_STEPS} steps without interruption …")
         _run(home, "whole", device)

@@ -6,13 +6,13 @@ The alias `best` of a registered model moves only to a version that is better by
 import hashlib
 import json
 import math
-import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trimtab.checkpoint.export import read_facts, weight_checksums
+from trimtab.checkpoint.folder import temporary_folder
 from trimtab.errors import UserError
 from trimtab.log import quiet_package, say
 from trimtab.model.hub import is_adapter
@@ -112,8 +112,8 @@ def _upload(client: "MlflowClient", run: Any, model: Any, folder: Path, step: in
     if model_id not in known:
         client.log_outputs(run_id, [LoggedModelOutput(model_id, step)])
     ids = {"run_id": run_id, "model_id": model_id, "model_uuid": model_id, "artifact_path": model.artifact_location}
-    with tempfile.TemporaryDirectory(prefix="trimtab-model-") as temporary:
-        target = Path(temporary) / "model"
+    with temporary_folder("upload") as temporary:
+        target = temporary / "model"
         note = _write(folder, target, ids)
         if note is not None:
             client.set_logged_model_tags(model_id, {NOTE: note[:_MAX_TAG]})
