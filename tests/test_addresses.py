@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trimtab.addresses import has_credentials, redact
+from trimtab.addresses import has_credentials, path_problem, redact
 
 SECRET = "s3cr3t"
 
@@ -30,6 +30,8 @@ SECRET = "s3cr3t"
         (f"postgresql+psycopg2://me%3a{SECRET}@host/db", "postgresql+psycopg2://me@host/db"),
         (f"mysql+pymysql://me@host/db?password={SECRET}", "mysql+pymysql://me@host/db?password=***"),
         (f"no http://a:{SECRET}@h/, no 'http://b:{SECRET}@i', end", "no http://h/, no 'http://i', end"),
+        (f"the folder s3:/KEY:{SECRET}@bucket does not exist", "the folder s3:/bucket does not exist"),
+        (f"https:/me:{SECRET}@host/a", "https:/host/a"),
         (f"['http://a:{SECRET}@h','http://b:{SECRET}@i']", "['http://h','http://i']"),
     ],
 )
@@ -53,6 +55,7 @@ def test_credentials_are_removed(address, shown):
         "databricks",
         "databricks://profile",
         "models:/name@best",
+        "/home/me/https:/a",
         "me@host: no address",
         "a: b",
     ],
@@ -91,3 +94,15 @@ def test_no_password_is_shown(scheme, user, before, after, tail, around):
 @settings(max_examples=100, deadline=None)
 def test_no_secret_parameter_is_shown(name, value, between):
     assert SECRET not in redact(f"see http://host:80/x{between}{name}={value}{SECRET}&z=1 or not")
+
+
+@pytest.mark.parametrize("text", ["https://host", "s3:/bucket/x", "a\0b", "a/" + "é" * 128, "HTTPS://host"])
+def test_what_cannot_be_a_path(text):
+    assert path_problem(text)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "/a/b", "a:b/c", "x" * 255, "~nobody/a", "C:/x", "owner/name", "http/x", "é" * 127]
+)
+def test_what_can_be_a_path(text):
+    assert path_problem(text) == ""

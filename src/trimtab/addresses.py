@@ -1,4 +1,4 @@
-"""Redaction of credentials in URLs, before they are shown, logged or stored."""
+"""Addresses: redaction of credentials in URLs, before they are shown, logged or stored, and what cannot be a path."""
 
 import re
 from urllib.parse import unquote_plus
@@ -12,8 +12,14 @@ _SECRET_WORDS = frozenset({"token", "pass", "passwd", "pwd", "secret", "key", "a
 _SECRET_ENDS = ("token", "password", "passwd", "secret", "apikey", "accesskey", "credential", "credentials")
 _PUBLIC_NAMES = frozenset({"sslkey"})  # a file name, not a key
 
-# A URL ends at white space, or where the next one begins.
-_ADDRESS = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9.\-]*(?:\+\w+)?)://(?P<rest>(?:(?!\w+://)\S)*)")
+# A URL ends at white space, or where the next one begins. A path made from one has lost a slash.
+_NETWORK = "https?|s3a?|gcs|gs|abfss?|wasbs?|adl|hdfs|s?ftp|ssh|hf|dbfs"
+_ADDRESS = re.compile(
+    r"(?P<scheme>[A-Za-z][A-Za-z0-9.\-]*(?:\+\w+)?)://(?P<rest>(?:(?!\w+://)\S)*)"
+    rf"|\b(?P<short>{_NETWORK}):/(?P<tail>[^\s/](?:(?!\w+://)\S)*)",
+    re.IGNORECASE,
+)
+_MAX_NAME_BYTES = 255
 _PARAMETER = re.compile(r"(?P<before>[?&#;])(?P<name>[^?&#;=\s]+)=(?P<value>[^?&#;\s]*)")
 
 
@@ -31,7 +37,20 @@ def has_credentials(address: str) -> bool:
     return redact(address) != address
 
 
+def path_problem(text: str) -> str:
+    """Return why a text cannot be a path of this machine, as the end of "which …"; empty if it can."""
+    if re.match(r"[A-Za-z][A-Za-z0-9.+\-]*://", text) or re.match(rf"(?:{_NETWORK}):/", text, re.IGNORECASE):
+        return "is an address, not a folder or file of this machine"
+    if "\0" in text:
+        return "contains a null character"
+    longest = max((len(name.encode(errors="replace")) for name in text.split("/")), default=0)
+    return f"has a name of {longest} bytes; file systems allow {_MAX_NAME_BYTES}" if longest > _MAX_NAME_BYTES else ""
+
+
 def _redacted(found: "re.Match[str]") -> str:
+    if found["short"] is not None:
+        whole = _ADDRESS.sub(_redacted, f"{found['short']}://{found['tail']}")
+        return whole.replace("://", ":/", 1)
     scheme, rest = found["scheme"], _PARAMETER.sub(_hidden_value, found["rest"])
     authority, slash, path = _split(rest)
     user, at, host = authority.rpartition("@")

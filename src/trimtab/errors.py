@@ -20,6 +20,8 @@ import os
 import re
 import shlex
 
+from trimtab.addresses import redact
+
 __all__ = [
     *("CheckpointError", "DataError", "DoesNotFit", "LossError", "LossNotFinite", "MissingDependency", "ModelError"),
     *("PeerError", "PrepareError", "RecipeError", "Stopped", "TraceError", "TrimtabError", "UserError"),
@@ -78,9 +80,12 @@ def _literal(text: str) -> str:
 
 
 class TrimtabError(Exception):
-    """Base class of all exceptions that trimtab raises on purpose."""
+    """Base class of all exceptions that trimtab raises on purpose; credentials in URLs are removed from its message."""
 
     exit_code = 1
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(redact(message))
 
     def _render_traceback_(self) -> list[str]:
         """What a notebook shows: IPython calls this in place of printing a traceback."""
@@ -99,8 +104,8 @@ class UserError(TrimtabError):
 
     def __init__(self, problem: str, cure: str = "") -> None:
         super().__init__(f"{problem}\n  cure: {cure}" if cure else problem)
-        self.problem = problem
-        self.cure = cure
+        self.problem = redact(problem)
+        self.cure = redact(cure)
 
 
 class PrepareError(UserError):

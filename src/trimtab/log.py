@@ -17,6 +17,22 @@ logger = logging.getLogger("trimtab")
 _logged_once: set[str] = set()
 
 
+_CONTROL = {number: f"\\x{number:02x}" for number in (*range(32), *range(127, 160))} | {
+    0x2028: "\\u2028",
+    0x2029: "\\u2029",
+}
+
+
+def printable(text: str, keep: str = "") -> str:
+    """Replace control characters, with which a label or a name could clear or retitle a terminal, by escapes.
+
+    Args:
+        text: The text.
+        keep: Control characters to leave, such as line breaks.
+    """
+    return text.translate({number: escape for number, escape in _CONTROL.items() if chr(number) not in keep})
+
+
 class _Muted(threading.local):
     """Whether log output of the current thread is suppressed."""
 

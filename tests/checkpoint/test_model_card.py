@@ -119,3 +119,23 @@ def test_the_code_in_the_card_of_an_adapter_runs(tmp_path):
     batch = batch_of(TEXTS, tok)
     with torch.no_grad():
         torch.testing.assert_close(found["model"].eval()(**batch).logits, model(**batch).logits)
+
+
+HOSTILE = "<img src=x onerror=alert(1)>\n\n```\n# [click](javascript:alert(1)) | `x` \x1b[2J.csv"
+
+
+@pytest.mark.parametrize("form", ["transformers", "peft"])
+def test_names_cannot_become_markdown_or_html(form):
+    recipe = {"model": HOSTILE, "data": {"train": HOSTILE}}
+    facts = {"task": HOSTILE, "recipe": recipe, "data": {HOSTILE: {"name": HOSTILE, "num_rows": 1}}}
+    text = model_card(facts | {"metrics": {HOSTILE: HOSTILE}}, CardSubject("causal-lm", form))
+    fence = re.search("^(`{4,})yaml$", text, re.MULTILINE)[1]
+    prose, inside, end = text.partition(f"{fence}yaml\n")[0], *text.partition(f"{fence}yaml\n")[2].split(f"\n{fence}\n")
+    assert yaml.safe_load(inside)["model"] == HOSTILE
+    outside = re.sub(r"^```python\n.*?^```$", "", prose, flags=re.DOTALL | re.MULTILINE) + end
+    assert "<img" not in outside
+    assert not re.search(r"(?<!\\)\[click", outside)
+    assert [line for line in outside.splitlines() if line.startswith("```") or "\x1b" in line] == []
+    assert sum(line.startswith("# ") for line in outside.splitlines()) == 1
+    for block in re.findall(r"^```python\n(.*?)^```$", prose, re.DOTALL | re.MULTILINE):
+        compile(block, "card", "exec")

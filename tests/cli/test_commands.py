@@ -111,7 +111,7 @@ SURFACE = {
     ],
     "shrink": ["--data", "--device", "--max-loss", "--quiet", "--rows", "--track", "FOLDER", "MODEL"],
     "report": ["--device", "--out", "--port", "--samples", "--watch", "RUNS"],
-    "resume": ["--device", "--from", "--json", "--out", "--quiet", "--set", "RUN"],
+    "resume": ["--device", "--from", "--json", "--out", "--quiet", "--set", "--trust-remote-code", "RUN"],
     "pull": ["--metric", "--uri", "FOLDER", "MODEL"],
     "runs": ["ROOT"],
     "track sync": ["--to", "RUN"],
@@ -758,3 +758,49 @@ def test_damaged_weights_of_a_run_are_refused_by_every_command(trimtab, trained,
     assert "model.safetensors is missing" in trimtab("predict", trained, "--text", "x").err
     assert trimtab("resume", trained).code == 0
     assert trimtab("predict", trained, "--text", "x").code == 0
+
+
+URL = "https://me:s3cr3t@host/x"
+LONG = "x" * 300
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["train", "--model", URL, "--data", "r.csv"],
+        ["train", "--model", "m", "--data", "s3://me:s3cr3t@bucket/x.csv"],
+        ["train", "--model", "m", "--data", "r.csv", "--out", URL],
+        ["train", "--model", "m", "--data", "r.csv", "--set", f"checkpoint.mirror={URL}"],
+        ["resume", URL],
+        ["resume", LONG],
+        ["predict", LONG, "--text", "x"],
+        ["predict", "~nobody-here/m", "--text", "x"],
+        ["predict", "m", "r.csv", "--out", "https://me:s3cr3t@host/o.csv"],
+        ["train", "--model", "m", "--data", "~nobody-here/x.csv"],
+        ["train", "--model", "m", "--data", f"{LONG}.csv"],
+        ["train", "--model", "m", "--data", "r.csv", "--out", LONG],
+        ["train", "--model", "m", "--data", "r.csv", "--name", LONG],
+        ["train", f"{LONG}.yaml"],
+        ["init", "--model", "m", "--data", "r.csv", "--to", URL],
+        ["report", LONG],
+        ["pull", "models:/m@best", LONG],
+    ],
+)
+def test_paths_that_cannot_be(trimtab_command, own_folder, words):
+    """Addresses with passwords, names beyond the limit of file systems, homes of nobody: one message, no folder."""
+    write_csv(Path("r.csv"), ROWS)
+    before = sorted(Path().iterdir())
+    code, out, err = trimtab_command(*words)
+    assert code == 2, out + err
+    assert "error: " in err
+    assert "s3cr3t" not in out + err
+    assert sorted(Path().iterdir()) == before
+
+
+def test_names_with_a_null_character(trimtab_command, own_folder):
+    write_csv(Path("r.csv"), ROWS)
+    values = {"name": "a\0", "out": "b\0", "checkpoint": {"mirror": "c\0"}, "track": {"register_as": "d\0"}}
+    Path("r.yaml").write_text(yaml.safe_dump({"model": "e\0", "data": {"train": "r.csv"}, **values}))
+    code, _, err = trimtab_command("check", "r.yaml")
+    assert code == 2
+    assert err.count("contains a null character") == 5

@@ -125,7 +125,7 @@ def test_every_key_of_an_edited_mirror(mirror, caplog):
     assert {key for key in leaves - known if key.partition(".")[0] not in OF_THE_RUN_ALONE_IN} == set()
     for key, (value, option) in ACTING.items():
         copied = Path(shutil.copytree(mirror, key))
-        edit_keys(copied, {key: value})
+        edit_keys(copied, {"track.uri": "local", key: value})
         with pytest.raises(RecipeError) as refused:
             recover_recipe(copied, "there", None, [], trusts=False)
         assert f"\n  {key}: " in refused.value.problem

@@ -40,6 +40,8 @@ def data(**columns):
         ({"data": data(messages="m", prompt="p"), "task": "chat"}, "data.prompt"),
         ({"limits": {"overfit_batches": 2, "train": 5}}, "limits.train"),
         ({"out": "a", "name": "b"}, "name"),
+        ({"track": {"uri": "none", "register_as": "a"}}, "track.register_as"),
+        ({"track": {"log_model": False, "register_as": "a"}}, "track.register_as"),
         ({"early_stopping": {}, "data": data(eval_share=0)}, "early_stopping"),
         ({"model": {"name": "bert", "config": {"model_type": "bert"}}}, "model"),
         ({"model": {"tokenizer": "x"}}, "model"),

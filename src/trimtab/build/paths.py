@@ -77,11 +77,11 @@ def _changed(section: Any, changes: dict[str, _Change]) -> Any:
 
 
 def _absolute(text: str) -> str:
-    return str(Path(text).expanduser().absolute())
+    return str(Path(os.path.expanduser(text)).absolute())
 
 
 def _absolute_if_here(text: str) -> str:
-    return _absolute(text) if Path(text).expanduser().exists() else text
+    return _absolute(text) if Path(os.path.expanduser(text)).exists() else text
 
 
 def _in_sqlite(uri: str, folder: _Change) -> str:

@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
 
+from trimtab.addresses import path_problem
 from trimtab.checkpoint.disk_errors import as_os_error
 from trimtab.checkpoint.process_identity import was_running_at
 from trimtab.errors import CheckpointError
@@ -32,6 +33,7 @@ def atomic_folder(folder: str | os.PathLike[str], *, marker: str | None, what: s
             None replaces any folder.
         what: The kind of content, for error messages.
     """
+    refuse_impossible(Path(folder))
     target = Path(folder).resolve()  # write through a symbolic link, do not replace the link
     restore_interrupted(target)
     refuse_foreign(target, marker, what)
@@ -59,6 +61,7 @@ def write_file(target: Path, contents: bytes) -> None:
     Raises:
         OSError: It cannot be written; the error names the target.
     """
+    refuse_impossible(target)
     target = target.resolve()  # write through a symbolic link, do not replace the link
     if target.exists() and not target.is_file():  # a pipe or a device
         target.write_bytes(contents)
@@ -214,6 +217,16 @@ def refuse_foreign(target: Path, marker: str | None, what: str) -> None:
         )
 
 
+def refuse_impossible(target: Path) -> None:
+    """Refuse what is not a path, such as an address: a folder of that name would contain its password.
+
+    Raises:
+        CheckpointError: It cannot be a path of this machine.
+    """
+    if problem := path_problem(str(target)):
+        raise CheckpointError(f"{target} {problem}", "choose a folder or file of this machine")
+
+
 def refuse_unwritable(target: Path, *, is_replaced: bool = True) -> None:
     """Refuse a folder that this user cannot create: for commands that work for long before they write.
 
@@ -224,6 +237,7 @@ def refuse_unwritable(target: Path, *, is_replaced: bool = True) -> None:
     Raises:
         CheckpointError: The nearest folder that exists is read-only.
     """
+    refuse_impossible(target)
     whole = target.absolute()
     nearest = next(folder for folder in (*([] if is_replaced else [whole]), *whole.parents) if folder.is_dir())
     if not os.access(nearest, os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids):

@@ -4,6 +4,8 @@ It is a pure function of the facts in `trimtab.json` and of the installed versio
 the model are reduced to file names: a card is meant to be published.
 """
 
+import html
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +14,7 @@ from pathlib import PurePosixPath, PureWindowsPath
 from typing import Any
 
 from trimtab.addresses import redact
+from trimtab.log import printable
 from trimtab.model.load import AUTO_CLASSES
 
 CARD = "README.md"
@@ -85,9 +88,10 @@ def model_card(facts: Mapping[str, Any], subject: CardSubject) -> str:
     recipe = facts.get("recipe") if isinstance(facts.get("recipe"), Mapping) else None
     base = subject.base or _base_in(recipe or {})
     header = yaml.safe_dump(_front_matter(subject, base), sort_keys=False, allow_unicode=True)
-    parts = [f"---\n{header}---", f"# {_title(facts, base)}", *subject.notes, "## Use", _usage(facts, subject, base)]
+    title = _plain(_title(facts, base))
+    parts = [f"---\n{header}---", f"# {title}", *subject.notes, "## Use", _usage(facts, subject, base)]
     if isinstance(facts.get("metrics"), Mapping) and facts["metrics"]:
-        rows = [(name, _number(value)) for name, value in sorted(facts["metrics"].items())]
+        rows = [(_plain(name), _plain(_number(value))) for name, value in sorted(facts["metrics"].items())]
         whose = "Of the original model, on" if _FORMS & facts.keys() else "On"
         at = f" at step {facts['step']:,}" if isinstance(facts.get("step"), int) else ""
         rows_scored = public_text(str(facts.get("scored_on", "the held-out rows")))
@@ -95,10 +99,10 @@ def model_card(facts: Mapping[str, Any], subject: CardSubject) -> str:
     if isinstance(facts.get("data"), Mapping) and facts["data"]:
         sources = [
             (
-                part,
-                public_text(str(of.get("name", ""))),
+                _plain(str(part)),
+                _plain(public_text(str(of.get("name", "")))),
                 f"{of.get('num_rows') or 0:,}",
-                f"`{of.get('fingerprint', '')}`",
+                f"`{_plain(str(of.get('fingerprint', '')))}`",
             )
             for part, of in facts["data"].items()
             if isinstance(of, Mapping)
@@ -106,9 +110,15 @@ def model_card(facts: Mapping[str, Any], subject: CardSubject) -> str:
         parts += ["## Data", _table(("used for", "name", "rows", "fingerprint (BLAKE2b)"), sources)]
     if recipe is not None:
         text = yaml.safe_dump(_public_recipe(recipe), sort_keys=False, allow_unicode=True)
-        parts += ["## Recipe", f"```yaml\n{text}```"]
+        fence = "`" * max([3, *(len(ticks) + 1 for ticks in re.findall("`+", text))])  # a value may contain one
+        parts += ["## Recipe", f"{fence}yaml\n{text}{fence}"]
     parts += ["## Versions", _table(("package", "version"), list(_versions(facts, subject.form)))]
     return "\n\n".join(parts) + "\n"
+
+
+def _plain(text: str) -> str:
+    """Return a text, such as a file name, as Markdown that shows it: no HTML, links, code or line breaks."""
+    return re.sub(r"([\\`\[\]])", r"\\\1", html.escape(printable(text), quote=False))
 
 
 def public_text(text: str) -> str:
@@ -201,7 +211,8 @@ def _usage(facts: Mapping[str, Any], subject: CardSubject, base: str | None) -> 
         if subject.form == "peft":
             num_labels = (facts.get("head") or {}).get("num_labels")
             labels = f", num_labels={num_labels}" if num_labels else ""
-            lines += [f'base = {auto}.from_pretrained("{public_text(base or "BASE")}"{labels})']
+            name = json.dumps(public_text(base or "BASE"), ensure_ascii=False)
+            lines += [f"base = {auto}.from_pretrained({name}{labels})"]
             lines += ['model = PeftModel.from_pretrained(base, "FOLDER")']
         else:
             lines += [f'model = {auto}.from_pretrained("FOLDER"{option})']

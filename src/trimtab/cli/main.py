@@ -4,6 +4,7 @@ The commands are in the other files of this folder, one file per group. They par
 happen inside them, which keeps `trimtab --help` fast.
 """
 
+import errno
 import shlex
 import signal
 import sys
@@ -14,6 +15,7 @@ from typing import Annotated
 import typer
 
 import trimtab
+from trimtab.addresses import path_problem, redact
 from trimtab.checkpoint.disk_errors import failed_path, is_disk_full, is_not_allowed
 from trimtab.cli.cluster import cluster
 from trimtab.cli.distill import distill
@@ -30,7 +32,7 @@ from trimtab.cli.report import report
 from trimtab.cli.runs import best, checkpoints, pull, runs, track_sync, ui
 from trimtab.cli.shrink import shrink
 from trimtab.cli.train import INTERRUPTED, compare, demo, resume, train
-from trimtab.errors import Stopped, TrimtabError
+from trimtab.errors import RecipeError, Stopped, TrimtabError
 from trimtab.hardware.extras import import_failure
 
 app = typer.Typer(name="trimtab", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -105,6 +107,10 @@ def _run() -> None:
             cure = "free space on that disk"
         elif is_not_allowed(error) and place is not None:
             cure = f"see its owner and permissions: {shlex.join(['ls', '-ld', str(Path(place).parent), place])}"
+        elif error.errno == errno.ENAMETOOLONG:
+            problem = path_problem(place or "") or error.strerror
+            _print_error(f"error: {redact(place or 'a path')}: {problem}\n  cure: shorten it")
+            sys.exit(RecipeError.exit_code)
         else:
             raise
         _print_error(f"error: {place or 'the output disk'}: {error.strerror}\n  cure: {cure}")

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.build.data import run_name
-from trimtab.checkpoint.folder import temporary_folder
+from trimtab.checkpoint.folder import refuse_impossible, temporary_folder
 from trimtab.errors import RecipeError
 from trimtab.log import say
 from trimtab.recipe.load import LoadedRecipe, load_recipe
@@ -84,6 +84,8 @@ def make_folder(recipe: Recipe, out: Path | None) -> Path:
     """Create a folder for the results: `out`, or the next free runs/EXPERIMENT/compare-N."""
     if out is not None and out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise RecipeError(f"{out} is not empty", "choose another --out, or remove the folder")
+    if out is not None:
+        refuse_impossible(out)
     home = Path("runs") / run_name(recipe)
     folders = [out] if out is not None else (home / f"compare-{number}" for number in itertools.count(1))
     for folder in folders:

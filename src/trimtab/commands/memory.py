@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.checkpoint.disk_errors import cure_for_os_error
-from trimtab.checkpoint.folder import write_file
+from trimtab.checkpoint.folder import refuse_impossible, write_file
 from trimtab.commands.measured_step import MeasuredStep, measure_step
 from trimtab.commands.report import refuse_other_file
 from trimtab.errors import DoesNotFit, RecipeError
@@ -151,6 +151,7 @@ def write_snapshot(snapshot: dict[str, Any], path: Path) -> None:
 
 
 def _write(path: Path, contents: bytes) -> None:
+    refuse_impossible(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_file(path, contents)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trimtab.addresses import redact
+from trimtab.addresses import path_problem
 from trimtab.data import hub
 from trimtab.data.bad_rows import BadRows
 from trimtab.data.delimited import convert_numbers
@@ -25,7 +25,6 @@ __all__ = ["Rows", "check_source", "load_rows", "hold_out_rows"]
 _SLICE = re.compile(r"(?P<base>.+)\[(?P<start>[^\[\]:]*):(?P<stop>[^\[\]:]*)\]")
 _SPLIT = re.compile(r"(?P<name>[\w.-]+(/[\w.-]+){0,2})(:(?P<split>[\w.+-]+))?")
 _MANY_FILES = 20  # more are reported before they are read
-_ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _SPLIT_WORDS = {"train": "train", "training": "train", "valid": "eval", "validation": "eval", "dev": "eval"}
 _SPLIT_WORDS |= {"val": "eval", "eval": "eval", "test": "test", "testing": "test"}
 
@@ -96,43 +95,42 @@ def is_here(text: str) -> bool:
     base = _split_slice(text)[0]
     folder = base.rpartition(":")[0]
     return (
-        Path(base).expanduser().exists()
+        Path(os.path.expanduser(base)).exists()
         or (glob.has_magic(base) and next(files_matching(base), None) is not None)
-        or (bool(folder) and Path(folder).expanduser().is_dir())
+        or (bool(folder) and Path(os.path.expanduser(folder)).is_dir())
     )
 
 
 def make_source_absolute(text: str) -> str:
     """Make the path of a local source absolute; other sources are returned unchanged."""
     base = _split_slice(text)[0]
-    return f"{Path(base).expanduser().absolute()}{text[len(base) :]}" if is_here(text) else text
+    return f"{Path(os.path.expanduser(base)).absolute()}{text[len(base) :]}" if is_here(text) else text
 
 
 def _split_slice(text: str) -> tuple[str, re.Match[str] | None]:
     """Split a source into name and slice: a trailing [a:b], unless a file with the whole text as its name exists."""
-    match = None if Path(text).expanduser().exists() else _SLICE.fullmatch(text)
+    match = None if Path(os.path.expanduser(text)).exists() else _SLICE.fullmatch(text)
     return (text if match is None else match["base"]), match
 
 
 def _locate(text: str) -> _Location:
     """Find the path or Hub name of a source."""
-    if _ADDRESS.match(text):
+    if problem := path_problem(text):
         raise DataError(
-            f"{redact(text)!r} is an address, but rows are read from local files and the Hub",
-            "download the file, and name its path",
+            f"{text!r} {problem}: rows are read from local files and the Hub", "download the file, and name its path"
         )
     base, match = _split_slice(text)
     window = None if match is None else (match["start"].strip(), match["stop"].strip())
-    path, (folder, _, split) = Path(base).expanduser(), base.rpartition(":")
+    path, (folder, _, split) = Path(os.path.expanduser(base)), base.rpartition(":")
     if path.exists():
         return _locate_path(path, None, window)
     if glob.has_magic(base):
         return _Location(base, window, _match_files(base))
-    if folder and Path(folder).expanduser().is_dir():
-        return _locate_path(Path(folder).expanduser(), split, window)
+    if folder and Path(os.path.expanduser(folder)).is_dir():
+        return _locate_path(Path(os.path.expanduser(folder)), split, window)
     on_hub = _SPLIT.fullmatch(base)
     if on_hub is None or file_format(Path(base)) or base.startswith((".", "/", "~")):
-        raise DataError(f"{base!r} does not exist", _similar_names(Path(base).expanduser()))
+        raise DataError(f"{base!r} does not exist", _similar_names(Path(os.path.expanduser(base))))
     return _Location(base, window, hub_name=on_hub["name"], split=on_hub["split"])
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.checkpoint.disk_errors import cure_for_os_error
-from trimtab.checkpoint.folder import write_file
+from trimtab.checkpoint.folder import refuse_impossible, write_file
 from trimtab.data.bad_rows import BadRows
 from trimtab.data.files import read_file
 from trimtab.data.rows import RowLocations, Rows
@@ -55,6 +55,7 @@ def predict_file(
 
 def check_files(source: Path, target: Path, *, overwrite: bool) -> None:
     """Reject an output that cannot be written; cheap enough to call before a model is loaded."""
+    refuse_impossible(target)
     kinds = (*_DELIMITERS, *_JSON_LINES, _PARQUET)
     if target.suffix.lower() not in kinds:
         raise DataError(

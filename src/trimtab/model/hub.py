@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from trimtab.addresses import path_problem
 from trimtab.errors import MissingDependency, ModelError, TrimtabError, UserError, as_argument
 from trimtab.hardware.extras import import_failure, require_extra
 from trimtab.model.best_weights import check_best_weights
@@ -60,7 +62,9 @@ def _find_source(text: str, adapters: bool) -> str:
         raise ModelError(f"{text!r} is on a tracking server", f"download it: trimtab pull {text} DIR")
     if not text.strip():
         raise ModelError("no model was given", "pass a folder that contains config.json, or a Hub name")
-    path = Path(text).expanduser()
+    if problem := path_problem(text):
+        raise ModelError(f"{text!r} {problem}", "pass a folder that contains config.json, or a Hub name: OWNER/NAME")
+    path = Path(os.path.expanduser(text))
     if path.suffix == ".gguf":
         if not path.is_file():
             raise ModelError(f"there is no file {path}", "pass an existing .gguf file")
@@ -77,7 +81,7 @@ def _find_source(text: str, adapters: bool) -> str:
 
 def _similar_folder(text: str) -> str:
     """Suggest a folder next to a path that does not exist; empty if none has a similar name."""
-    path = Path(text).expanduser()
+    path = Path(os.path.expanduser(text))
     try:
         names = [folder.name for folder in path.parent.iterdir() if folder.is_dir()]
     except OSError:  # there is no such folder, or it cannot be read

@@ -1,5 +1,6 @@
 """Tokenizers: loaded with a pad token, or trained from texts for a model that is trained from scratch."""
 
+import os
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -34,7 +35,7 @@ def load_tokenizer(source: str, *, trust_remote_code: bool = False) -> Any:
     """
     from transformers import AutoTokenizer
 
-    own = Path(source).expanduser()  # the folder may contain a tokenizer without a model
+    own = Path(os.path.expanduser(source))  # the folder may contain a tokenizer without a model
     is_tokenizer_folder = (own / "tokenizer_config.json").is_file()
     place = Source(str(own)) if is_tokenizer_folder else as_source(source, adapters=True)
     with (

@@ -179,7 +179,7 @@ def plan(
     asked = as_loaded(recipe).recipe
     found = survey(asked, memory=memory, gpu=gpu, device=device, host_memory=host_memory, length=length, thorough=False)
     if found.plan is None:
-        raise DoesNotFit(found.problem)
+        raise DoesNotFit(found.problem or "")
     return found.plan
 
 

@@ -256,6 +256,11 @@ def _in_the_rest(recipe: "Recipe") -> Iterator[Mistake]:
     if isinstance(best, str) and metric not in (None, best):
         text = f"found {best}; evaluate.metric is {metric}; one metric chooses the best model; leave one of them out"
         yield _mistake("checkpoint.best", text, "evaluate.metric")
+    track = recipe.track
+    if track.register_as is not None and (track.uri == "none" or not track.log_model):
+        other = "track.uri: none" if track.uri == "none" else "track.log_model: false"
+        text = f"found {shown(track.register_as)}; with {other} no model is uploaded; leave one of them out"
+        yield _mistake("track.register_as", text, "track.uri", "track.log_model")
     if recipe.out is not None and recipe.name is not None:
         text = f"found {shown(recipe.name)}; out is already the path of the run's folder; leave one of them out"
         yield _mistake("name", text, "out")

@@ -35,6 +35,7 @@ from trimtab.recipe.value_types import (
     Duration,
     ExperimentName,
     FastDevRun,
+    Folder,
     FolderName,
     FreezeDuration,
     GradientCheckpointing,
@@ -370,7 +371,7 @@ class CheckpointSettings(Section):
     checkpoints: a run that is killed cannot be resumed."""
     keep: PositiveInt = 2
     """Number of checkpoints to keep, newest first."""
-    mirror: Text | None = None
+    mirror: Folder | None = None
     """Second folder, such as a mounted drive; checkpoints and best/ are copied to MIRROR/EXPERIMENT/NAME."""
 
 
@@ -484,7 +485,7 @@ class Recipe(Section):
     """Random seed of the row order, dropout, new weights and the evaluation split."""
     name: FolderName | None = None
     """Name of the run; null = the next number."""
-    out: Text | None = None
+    out: Folder | None = None
     """Folder of the run; null = runs/EXPERIMENT/NAME."""
 
     @classmethod

@@ -16,7 +16,7 @@ from annotated_types import GroupedMetadata, MinLen
 from pydantic import AfterValidator, PlainSerializer, PlainValidator, ValidationInfo, WithJsonSchema
 from pydantic.fields import FieldInfo
 
-from trimtab.addresses import has_credentials
+from trimtab.addresses import has_credentials, path_problem
 from trimtab.errors import UserError
 from trimtab.recipe.schema_keys import Allowed, alternatives, choices_of, is_section
 from trimtab.units import (
@@ -313,7 +313,15 @@ def _source_as_words(value: Any) -> str:
     return value if isinstance(value, str) else f"<{type(value).__name__} given in Python>"
 
 
+def _path(value: str) -> str:
+    if problem := path_problem(value):
+        raise ValueError(problem)
+    return value
+
+
 def _folder_name(value: str) -> str:
+    if problem := path_problem(value):
+        raise ValueError(problem)
     if "/" in value or "\\" in value or value.strip() in {"", ".", ".."}:
         raise ValueError("cannot be a folder name")
     return value
@@ -413,6 +421,7 @@ ExperimentName = Annotated[
     AfterValidator(_experiment_name),
     Allowed("text without slashes, or a path such as /Users/me@example.com/reviews"),
 ]
+Folder = Annotated[str, MinLen(1), AfterValidator(_path), Allowed("the path of a folder")]
 FolderName = Annotated[str, AfterValidator(_folder_name), Allowed("text without slashes")]
 _URI = "local | none | databricks, or an address such as http://host:5000 or sqlite:///runs/mlflow.db"
 TrackingUri = Annotated[str, Parsed(_URI, _tracking_uri, "string boolean null")]

@@ -301,4 +301,4 @@ def _cache() -> Path:
     folder = os.environ.get("TRIMTAB_CACHE") or "off"
     if folder == "off":  # the cache is for tokens: a downloaded model needs a folder
         folder = "~/.cache/trimtab"
-    return Path(folder).expanduser() / "models"
+    return Path(os.path.expanduser(folder)) / "models"
