@@ -33,8 +33,8 @@ def load_rows(source: Any, *, on_bad_rows: str = "stop", need: StreamNeed | None
     """Load rows from any source.
 
     Args:
-        source: A file (csv, tsv, jsonl, json, parquet, arrow, txt; also .gz), a folder or a pattern of such files, a name
-            on the Hub ("imdb", "imdb:test", "glue/mrpc:train"), each with an optional slice ("reviews.csv[:100]",
+        source: A file (csv, tsv, jsonl, json, parquet, arrow, txt; also .gz), a folder or a pattern of such files, a
+            name on the Hub ("imdb", "imdb:test", "glue/mrpc:train"), each with an optional slice ("reviews.csv[:100]",
             "imdb:train[10%:]"); or a `datasets.Dataset`, a mapping of columns, a data frame, an iterable of dicts, a
             list of texts.
         on_bad_rows: "stop" raises at a row that cannot be read; "skip" drops such rows and logs how many.
