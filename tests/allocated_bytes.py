@@ -4,11 +4,13 @@ import gc
 
 from torch.profiler import ProfilerActivity, profile
 
+import product_order
+
 
 def peak_bytes(call, mapped=()):
     """Return the largest size of all tensors that a call allocated and had not freed yet, without mapped files."""
     gc.collect()  # what older objects free would be subtracted
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+    with product_order.suspended(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         call()
     events = [event for event in recorded.profiler.kineto_results.events() if event.name() == "[memory]"]
     mappings = {path.stat().st_size for path in mapped}  # torch reports a mapping as one allocation

@@ -178,6 +178,13 @@ def process_group(tmp_path):
 
 
 @pytest.fixture
+def torch_products():
+    """Products are computed as torch does it, and allocate only their results: for tests that count bytes."""
+    with product_order.suspended():
+        yield
+
+
+@pytest.fixture
 def own_folder(tmp_path, monkeypatch):
     """The test works in an empty folder, which also holds its cache and its temporary files."""
     import tempfile

@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from trimtab.optim.build import build_optimizer
 from trimtab.report.anatomy import MemoryWatch
 
+pytestmark = pytest.mark.usefixtures("torch_products")
 CPU = torch.device("cpu")
 WIDE, NARROW, ROWS, VOCAB = 512, 64, 2048, 3000
 INPUTS = torch.ones(ROWS, NARROW)
