@@ -16,7 +16,7 @@ from trimtab.build.start_point import find_start_point
 from trimtab.checkpoint.export import weight_checksums
 from trimtab.errors import CheckpointError, RecipeError
 from trimtab.recipe.load import load_recipe
-from trimtab.runs.run_folder import RunFolder, find_run, list_runs
+from trimtab.runs.run_folder import RunFolder, actual_state, find_run, list_runs
 
 
 def fill_with_garbage(path):
@@ -59,7 +59,8 @@ def test_a_lost_run_json_is_rebuilt(run, damage, source):
     # the journal has a line of step 33
     assert (found["state"], found["step"], found["saved_step"]) == ("killed", 33, 30)
     assert abs(found["started"] - before["started"]) < 60
-    assert [one.path for one in list_runs(run.parent) if one.path == run] == [run]
+    assert [one.state for one in list_runs(run.parent) if one.path == run] == ["killed"]
+    assert actual_state(run)[0] == "killed", "in the report and on the server, too"
 
 
 def test_checkpoints_alone_are_no_run(tmp_path, run):

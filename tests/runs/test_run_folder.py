@@ -314,6 +314,20 @@ def test_how_a_run_stands(tmp_path):
     assert actual_state(folder.path) == ("failed", "ValueError: x")
 
 
+def test_every_command_says_the_same_of_a_run(tmp_path, dead_pid):
+    """The report and the uploader ask for `actual_state`, `trimtab runs` lists summaries."""
+    folder = RunFolder(tmp_path / "run")
+    folder.start({}, num_steps=9)
+    lock = folder.path / "run.lock"
+    holder = json.loads(lock.read_text())
+    for changed, state in (({}, "running"), ({"pid": dead_pid}, "killed"), ({"host": "another", "pid": 1}, "running")):
+        lock.write_text(json.dumps(holder | changed))
+        assert (actual_state(folder.path)[0], [run.state for run in list_runs(tmp_path)]) == (state, [state])
+    lock.write_text(json.dumps(holder))
+    folder.finish("stopped")
+    assert (actual_state(folder.path)[0], [run.state for run in list_runs(tmp_path)]) == ("stopped", ["stopped"])
+
+
 def test_of_two_runs_that_find_the_same_folder_free_one_gets_it(tmp_path, monkeypatch):
     first = RunFolder(tmp_path / "run")
     monkeypatch.setattr("trimtab.runs.run_folder.check_free", lambda path: None)  # as it was a moment before

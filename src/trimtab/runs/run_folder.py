@@ -375,7 +375,7 @@ def is_own_loop(status: dict[str, Any]) -> bool:
 
 def actual_state(path: Path) -> tuple[str, str]:
     """Return the state of a run and its error; a run that claims to be running but whose process died is `killed`."""
-    status = read_status(path) or {}
+    status = find_run(path) or {}
     state, reason = status.get("state", "failed"), status.get("error", "")
     if state != "running":
         return state, reason
@@ -467,8 +467,10 @@ def list_runs(root: Path) -> list[RunSummary]:
 
 def _summarize(path: Path, status: dict[str, Any]) -> RunSummary:
     state = status["state"]
-    if state == "running" and status.get("host") == socket.gethostname() and not is_running(status.get("pid", 0)):
-        state = "killed"
+    if lock_holder(path) is not None:
+        state = actual_state(path)[0]
+    elif state == "running" and status.get("host") == socket.gethostname() and not is_running(status.get("pid", 0)):
+        state = "killed"  # without a lock: the run itself, or its mirror
     return RunSummary(
         path=path,
         state=state,
