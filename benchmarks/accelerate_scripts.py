@@ -39,22 +39,7 @@ for _operator in ("nms", "qnms"):
     with contextlib.suppress(RuntimeError):
         _VISION.define(f"{_operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 
-WORDS = [
-    "red",
-    "green",
-    "blue",
-    "warm",
-    "cold",
-    "old",
-    "new",
-    "tall",
-    "small",
-    "quick",
-    "slow",
-    "bright",
-    "dark",
-    "round",
-]
+WORDS = ["red", "green", "blue", "warm", "cold", "old", "new", "tall", "small", "quick", "slow", "bright", "dark"]
 SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
 NUM_STEPS_SAVED = 3  # a checkpoint after this many optimizer steps is in the middle of an epoch
 TIMEOUT_S = 240
@@ -94,7 +79,6 @@ def _scripts() -> dict[str, Script]:
         "mlm": one(
             "language-modeling/run_mlm", f"{_TEXT} {_LM} --max_seq_length 32 --line_by_line true --mlm_probability 0.3"
         ),
-        "fim": one("language-modeling/run_fim", f"{_TEXT} {_LM} --block_size 8".replace("{bert}", "{gpt2}")),
         "ner": one("token-classification/run_ner", f"{_TEXT} --train_file {{ner}} --validation_file {{ner}}"),
         "swag": one("multiple-choice/run_swag", f"{_TEXT} --train_file {{swag}} --validation_file {{swag}}"),
         "qa": one(
@@ -118,15 +102,21 @@ def _scripts() -> dict[str, Script]:
         ),
         "mim": one(
             "image-pretraining/run_mim",
-            f"{_IMAGE} --train_dir {{images}} --train_val_split 0.2 --mask_patch_size 4 --image_size 16 --patch_size 4",
+            f"{_IMAGE} --dataset_name {{flat}} --train_val_split 0.2 --mask_patch_size 4 --image_size 16 --patch_size 4",
         ),
         "segmentation": one(
             "semantic-segmentation/run_semantic_segmentation",
             f"{_IMAGE} --dataset_name {{masks}} --train_val_split 0.2".replace("{vit}", "{segformer}"),
         ),
+        "object detection": one(
+            "object-detection/run_object_detection",
+            f"{_IMAGE} --dataset_name {{objects}} --train_val_split 0.2 --image_square_size 32 "
+            "--ignore_mismatched_sizes true --dataloader_num_workers 0".replace("{vit}", "{yolos}"),
+        ),
         "controlnet": two(
             "controlnet/train_controlnet",
-            f"{_SD} --train_data_dir {{control}} --conditioning_image_column conditioning --caption_column text",
+            f"{_SD} --train_data_dir {{control}} --conditioning_image_column conditioning --caption_column text "
+            "--controlnet_model_name_or_path {{controlnet}}",
         ),
         "text to image": two("text_to_image/train_text_to_image", f"{_SD} --train_data_dir {{captions}}"),
         "text to image, LoRA": two("text_to_image/train_text_to_image_lora", f"{_SD} --train_data_dir {{captions}}"),
@@ -134,7 +124,8 @@ def _scripts() -> dict[str, Script]:
             "unconditional_image_generation/train_unconditional",
             "--model_config_name_or_path {unet} --train_data_dir {flat} --resolution 16 --train_batch_size 2 "
             "--num_epochs 2 --mixed_precision no --checkpointing_steps {every} --learning_rate 1e-3 "
-            "--logger tensorboard --ddpm_num_steps 10 --ddpm_num_inference_steps 2 --save_images_epochs 99 --save_model_epochs 99",
+            "--logger tensorboard --ddpm_num_steps 10 --ddpm_num_inference_steps 2 "
+            "--save_images_epochs 99 --save_model_epochs 99",
         ),
     }
 
@@ -145,7 +136,10 @@ def _scripts() -> dict[str, Script]:
 def make_files(folder: Path) -> dict[str, str]:
     """Write all models and data; return the paths by name."""
     torch.manual_seed(0)
-    made = {name: folder / name for name in ("bert", "gpt2", "t5", "vit", "segformer", "sd", "unet", "lm")}
+    made = {
+        name: folder / name
+        for name in ("bert", "gpt2", "t5", "vit", "segformer", "sd", "unet", "controlnet", "yolos", "lm")
+    }
     _make_text_models(made)
     _make_texts(folder, made)
     _make_vision(folder, made)
@@ -169,7 +163,7 @@ def _make_text_models(made: dict[str, Path]) -> None:
         T5ForConditionalGeneration,
     )
 
-    special = ["<pad>", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "</s>", "<fim_prefix>", "<fim_middle>", "<fim_suffix>"]
+    special = ["<pad>", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "</s>"]
     vocabulary = {word: number for number, word in enumerate([*special, *WORDS, "?", ".", ":"])}
 
     def tokenizer(folder: Path, around: bool, **names: str) -> None:
@@ -222,7 +216,7 @@ def _make_texts(folder: Path, made: dict[str, Path]) -> None:
 
 def _make_vision(folder: Path, made: dict[str, Path]) -> None:
     import numpy
-    from datasets import Dataset, Features, Image, Value
+    from datasets import ClassLabel, Dataset, Features, Image, List, Value
     from PIL import Image as Pixels
     from transformers import (
         SegformerConfig,
@@ -231,6 +225,9 @@ def _make_vision(folder: Path, made: dict[str, Path]) -> None:
         ViTConfig,
         ViTForMaskedImageModeling,
         ViTImageProcessor,
+        YolosConfig,
+        YolosForObjectDetection,
+        YolosImageProcessor,
     )
 
     draw = numpy.random.default_rng(0)
@@ -251,6 +248,20 @@ def _make_vision(folder: Path, made: dict[str, Path]) -> None:
     made["masks"].mkdir()
     features = Features({"image": Image(), "label": Image()})
     Dataset.from_dict({"image": pictures, "label": mask}, features).to_parquet(made["masks"] / "train.parquet")
+    made["objects"] = folder / "objects"
+    made["objects"].mkdir()
+    boxes = {"id": Value("int64"), "area": Value("int64"), "bbox": List(Value("float32"), 4)}
+    kinds = {"image_id": Value("int64"), "image": Image(), "width": Value("int64"), "height": Value("int64")}
+    features = Features({**kinds, "objects": List({**boxes, "category": ClassLabel(names=["a", "b"])})})
+    found = [[{"id": n, "area": 60, "bbox": [2.0, 3.0, 10.0, 6.0], "category": n % 2}] for n in range(20)]
+    columns = {
+        "image_id": list(range(20)),
+        "image": pictures,
+        "width": [20] * 20,
+        "height": [20] * 20,
+        "objects": found,
+    }
+    Dataset.from_dict(columns, features).to_parquet(made["objects"] / "train.parquet")
     features = Features({"image": Image(), "conditioning": Image(), "text": Value("string")})
     texts = [row["text"] for row in captions]
     rows = {"image": pictures, "conditioning": pictures, "text": texts}
@@ -259,15 +270,25 @@ def _make_vision(folder: Path, made: dict[str, Path]) -> None:
     ViTForMaskedImageModeling(vit).save_pretrained(made["vit"])
     ViTImageProcessor(size={"height": 16, "width": 16}).save_pretrained(made["vit"])
     sizes = {"depths": [1, 1, 1, 1], "hidden_sizes": [8, 8, 16, 16], "decoder_hidden_size": 16}
-    segformer = SegformerConfig(**sizes, num_attention_heads=[1, 1, 2, 2], sr_ratios=[1, 1, 1, 1])
+    segformer = SegformerConfig(**sizes, num_labels=3, num_attention_heads=[1, 1, 2, 2], sr_ratios=[1, 1, 1, 1])
     SegformerForSemanticSegmentation(segformer).save_pretrained(made["segformer"])
     SegformerImageProcessor(size={"height": 32, "width": 32}).save_pretrained(made["segformer"])
+    yolos = YolosConfig(image_size=[32, 32], patch_size=8, num_detection_tokens=4, num_labels=2, **SIZES)
+    YolosForObjectDetection(yolos).save_pretrained(made["yolos"])
+    YolosImageProcessor().save_pretrained(made["yolos"])
     made["labels"] = folder / "labels.json"
     made["labels"].write_text(json.dumps({"0": "a", "1": "b", "2": "c"}))
 
 
 def _make_diffusion(made: dict[str, Path]) -> None:
-    from diffusers import AutoencoderKL, DDPMScheduler, StableDiffusionPipeline, UNet2DConditionModel, UNet2DModel
+    from diffusers import (
+        AutoencoderKL,
+        ControlNetModel,
+        DDPMScheduler,
+        StableDiffusionPipeline,
+        UNet2DConditionModel,
+        UNet2DModel,
+    )
     from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
     blocks = {"block_out_channels": (8, 8), "norm_num_groups": 4, "layers_per_block": 1}
@@ -279,6 +300,7 @@ def _make_diffusion(made: dict[str, Path]) -> None:
         down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
         up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
     )
+    ControlNetModel.from_unet(unet, conditioning_embedding_out_channels=(8, 8)).save_pretrained(made["controlnet"])
     vae = AutoencoderKL(
         **blocks, down_block_types=["DownEncoderBlock2D"] * 2, up_block_types=["UpDecoderBlock2D"] * 2, sample_size=16
     )
@@ -325,8 +347,7 @@ def make_stand_ins(files: dict[str, str]) -> None:
     datasets.load_dataset = lambda *args, trust_remote_code=None, **kwargs: load(*args, **kwargs)
     evaluate.load = lambda *args, **kwargs: _Metric()
     huggingface_hub.hf_hub_download = lambda *args, **kwargs: files["labels"]
-    # names that newer versions have removed, and scripts still import or compare
-    huggingface_hub.Repository = object
+    # Accelerate has removed this name, which scripts still compare
     accelerate.utils.DistributedType._member_map_["TPU"] = accelerate.utils.DistributedType.XLA
     nltk.data.find = lambda name: name
     nltk.sent_tokenize = lambda text: text.split(".")
