@@ -7,8 +7,8 @@ Models, data and stand-ins for what would need a network are made here; the scri
 Every script runs with accumulation 1 and 2: undisturbed, and once more from a checkpoint in the middle of an epoch.
 Losses are recorded in `Accelerator.backward`, weights at the end. All runs are forks of one process, with one thread.
 
-Packages beyond the tests': diffusers, evaluate, nltk, tensorboard, albumentations, torchvision (a build for CUDA will
-do: the two operators that its import misses are declared here).
+Packages beyond the tests': diffusers, evaluate, nltk, albumentations, torchmetrics, pycocotools, torchvision (a build
+for CUDA will do: the two operators that its import misses are declared here).
 """
 
 import argparse
@@ -102,7 +102,8 @@ def _scripts() -> dict[str, Script]:
         ),
         "mim": one(
             "image-pretraining/run_mim",
-            f"{_IMAGE} --dataset_name {{flat}} --train_val_split 0.2 --mask_patch_size 4 --image_size 16 --patch_size 4",
+            f"{_IMAGE} --dataset_name {{flat}} --train_val_split 0.2 "
+            "--mask_patch_size 4 --image_size 16 --patch_size 4",
         ),
         "segmentation": one(
             "semantic-segmentation/run_semantic_segmentation",
@@ -111,12 +112,12 @@ def _scripts() -> dict[str, Script]:
         "object detection": one(
             "object-detection/run_object_detection",
             f"{_IMAGE} --dataset_name {{objects}} --train_val_split 0.2 --image_square_size 32 "
-            "--ignore_mismatched_sizes true --dataloader_num_workers 0".replace("{vit}", "{yolos}"),
+            "--ignore_mismatched_sizes --dataloader_num_workers 0".replace("{vit}", "{yolos}"),
         ),
         "controlnet": two(
             "controlnet/train_controlnet",
             f"{_SD} --train_data_dir {{control}} --conditioning_image_column conditioning --caption_column text "
-            "--controlnet_model_name_or_path {{controlnet}}",
+            "--controlnet_model_name_or_path {controlnet}",
         ),
         "text to image": two("text_to_image/train_text_to_image", f"{_SD} --train_data_dir {{captions}}"),
         "text to image, LoRA": two("text_to_image/train_text_to_image_lora", f"{_SD} --train_data_dir {{captions}}"),
@@ -337,12 +338,15 @@ class _Metric:
 def make_stand_ins(files: dict[str, str]) -> None:
     """Replace what needs a network."""
     import accelerate.utils
+    import albumentations
     import datasets
     import evaluate
     import huggingface_hub
     import nltk
 
-    load = datasets.load_dataset
+    load, compose = datasets.load_dataset, albumentations.Compose
+    # albumentations draws from generators of its own, which the scripts do not seed, and no checkpoint has
+    albumentations.Compose = lambda *args, **kwargs: compose(*args, **{"seed": 0, **kwargs})
     # newer versions of datasets have no such argument
     datasets.load_dataset = lambda *args, trust_remote_code=None, **kwargs: load(*args, **kwargs)
     evaluate.load = lambda *args, **kwargs: _Metric()

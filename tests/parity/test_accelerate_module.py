@@ -5,6 +5,7 @@ import inspect
 import logging
 import os
 import pickle
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -249,35 +250,38 @@ def test_windows_can_go_on_in_the_next_epoch():
     assert not accelerator.gradient_state.sync_with_dataloader
 
 
-def test_a_state_saved_in_an_open_window_is_that_between_two(tmp_path):
-    """As Accelerate saves it: scripts go back to the start of the window themselves."""
+@pytest.mark.parametrize("by_hand", [False, True])
+@pytest.mark.parametrize("num_skipped", [None, 3, 2])
+def test_a_state_saved_in_an_open_window_resumes_there_or_at_its_start(tmp_path, num_skipped, by_hand):
+    """A script that goes back to the start of the window repeats its batches: the saved gradients are dropped."""
 
-    def trained(save_after=None):
-        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    def trained(save_after=None, resume_at=0):
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=1 if by_hand else 2)
         model = torch.nn.Linear(2, 1)
         torch.nn.init.ones_(model.weight)
         torch.nn.init.zeros_(model.bias)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         rows = torch.arange(12.0).reshape(6, 2)
         model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(rows, batch_size=1))
-        for number, batch in enumerate(loader, 1):
-            with accelerator.accumulate(model):
+        if resume_at:
+            accelerator.load_state(tmp_path / "state")
+            if num_skipped is not None:
+                loader = accelerator.skip_first_batches(loader, num_skipped)
+        for number, batch in enumerate(loader, resume_at + 1):
+            with nullcontext() if by_hand else accelerator.accumulate(model):
                 accelerator.backward(model(batch).mean())
                 if number == save_after:
                     kept = model.weight.grad
                     accelerator.save_state(tmp_path / "state")
                     assert model.weight.grad is kept
-                optimizer.step()
-                optimizer.zero_grad()
-        return accelerator, model
+                if not by_hand or number % 2 == 0:
+                    optimizer.step()
+                    optimizer.zero_grad()
+        return model.weight
 
-    _, undisturbed = trained()
-    accelerator, model = trained(save_after=3)
-    assert torch.equal(model.weight, undisturbed.weight)
-    accelerator.load_state(tmp_path / "state")
-    assert model.weight.grad is None
-    assert accelerator.sync_gradients
-    assert not torch.equal(model.weight, undisturbed.weight), "the weights are those after the first window"
+    undisturbed = trained()
+    assert torch.equal(trained(save_after=3), undisturbed)
+    assert torch.equal(trained(resume_at=num_skipped or 3), undisturbed)
 
 
 def test_hooks_write_and_read_their_own_files_beside_the_state(tmp_path):

@@ -3,7 +3,7 @@
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -185,10 +185,11 @@ class Accelerator(Engine):
         return int(self.project_configuration.iteration)
 
     def save_state(self, output_dir: str | Path | None = None, safe_serialization: bool = True) -> str:
-        """Write the state to a folder, without the gradients of an open accumulation window.
+        """Write the state to a folder.
 
-        A script that saves every n batches returns to the start of the window with `skip_first_batches`. If only the
-        main process calls it, the other processes resume with its random state.
+        Gradients of an open accumulation window are saved if all processes have the same. They are dropped if the
+        script then returns to the start of the window with `skip_first_batches`. If only the main process calls this,
+        the other processes resume with its random state.
         """
         _refuse_unless(safe_serialization, "save_state(safe_serialization=False)", "leave it out")
         config = self.project_configuration
@@ -198,9 +199,9 @@ class Accelerator(Engine):
             raise RecipeError(
                 "save_state() without a folder is not supported", "pass one: accelerator.save_state(FOLDER)"
             )
-        # Accelerate saves no gradients, and scripts rely on that
+        same = self.num_processes == 1 or self._gradients.are_same_everywhere
         with (
-            self._gradients.window_set_aside(),
+            nullcontext() if same else self._gradients.window_set_aside(),
             folder_with_hooks(self._save_hooks, self._models, Path(output_dir), self.is_main_process) as folder,
         ):
             self._saved_state.save(folder, may_be_alone=True)

@@ -206,6 +206,16 @@ class Gradients:
 
         return undo
 
+    def abandon_window(self) -> None:
+        """Drop an open window and its gradients: the loop will repeat its batches."""
+        if self._accumulation.sync and not self._accumulation.is_waiting_for_step:
+            return
+        self._accumulation.abandon_window()
+        self._are_final, self._applied = False, None
+        for _, parameters in self._by_owner():
+            for parameter in parameters:
+                parameter.grad = None
+
     @contextmanager
     def window_set_aside(self) -> Iterator[None]:
         """Hide an open window and its gradients inside the context, and restore them on exit."""
@@ -215,10 +225,7 @@ class Gradients:
             return
         held = [(parameter, parameter.grad) for _, parameters in self._by_owner() for parameter in parameters]
         reopen, before, window = accumulation.undo_point(), self.state_dict(), self._window
-        accumulation.abandon_window()
-        self._are_final, self._applied = False, None
-        for parameter, _ in held:
-            parameter.grad = None
+        self.abandon_window()
         try:
             yield
         finally:

@@ -92,6 +92,7 @@ class PreparedLoader:
         self._start: RandomState | None = None  # the random state at the start of the current epoch
         self._resume: dict[str, Any] | None = None
         self._skip: int | None = None
+        self.when_moved: Callable[[], None] | None = None  # called if a loaded position is replaced by another one
         self.resumed_at: tuple[int, int] | None = None  # epoch and batches of a loaded position, until one is used
         self._first_group: list[Any] = []  # the first batches of the epoch, for data without indices
         self._ahead: Any = UNREAD  # a batch read ahead; without indices, only reading finds the end
@@ -336,6 +337,8 @@ class PreparedLoader:
             with self._random.kept():
                 if "start" in resume:
                     num_batches = resume["num_delivered"] if num_skipped is None else num_skipped
+                    if num_batches != resume["num_delivered"] and self.when_moved is not None:
+                        self.when_moved()
                     return self._continue_epoch(resume, num_batches)
                 self._return_to_boundary(resume)
         with self._order_of_rank_0():

@@ -125,6 +125,8 @@ class PreparedParts:
             return loader
         placement = self._placement if moves else placement_for(torch.device("cpu"))
         prepared = prepare_loader(loader, placement, self.active_loaders, self.world, self.loader_rules)
+        if self.loader_rules.as_accelerate:
+            prepared.when_moved = self.gradients.abandon_window
         self.loaders.append(prepared)
         return prepared
 
