@@ -1,5 +1,6 @@
 """The mirror is a complete copy, perhaps an older one; a failure never reaches the run, and a later sync repairs it."""
 
+import json
 import logging
 import os
 import shutil
@@ -217,6 +218,25 @@ def test_gone_and_back(run, tmp_path, caplog):
     (run.folder / ".mirror.json").unlink()  # what the message says
     assert mirror.sync() == ""
     assert steps(tmp_path / "m") == [1, 2]
+
+
+@pytest.mark.parametrize("side", ["run", "mirror"])
+@pytest.mark.parametrize("text", [None, "", '{"id": "34', "[]"])
+def test_a_run_that_has_lost_what_pairs_it_with_its_mirror_is_recognized_by_its_id(run, tmp_path, side, text):
+    """Also after `cp -r run/* new/`, which leaves hidden files behind."""
+    (run.folder / "run.json").write_text(json.dumps({"id": "1234"}))
+    run.save(1)
+    assert Mirror(run.folder, tmp_path / "m", files=["run.json"]).sync() == ""
+    damaged = (run.folder if side == "run" else tmp_path / "m") / ".mirror.json"
+    damaged.unlink()
+    if text is not None:
+        damaged.write_text(text)
+    run.save(2)
+    assert Mirror(run.folder, tmp_path / "m", files=["run.json"]).sync() == ""
+    assert steps(tmp_path / "m") == [1, 2]
+    (run.folder / "run.json").write_text(json.dumps({"id": "5678"}))
+    (run.folder / ".mirror.json").unlink()
+    assert "is the mirror of another run" in Mirror(run.folder, tmp_path / "m", files=["run.json"]).sync()
 
 
 def test_two_runs_do_not_share_a_mirror(run, tmp_path):

@@ -124,21 +124,23 @@ class Mirror:
         """Check that the target exists and is the mirror of this run, or create it.
 
         A drive that is not mounted leaves an empty folder on another disk, which must not be filled, and two runs with
-        one mirror would remove each other's checkpoints. Both folders therefore contain the id of the pair.
+        one mirror would remove each other's checkpoints. Both folders therefore contain the id of the pair; if one has
+        lost it, the id of the run in both copies of `run.json` counts.
         """
         here, there = _read_index(self.source), _read_index(self.target)
-        pair_id = here.get("id")
-        if pair_id and not there.get("id") and here.get("target") == str(self.target.absolute()):
+        pair_id, run_id = here.get("id"), _run_id(self.source)
+        is_known = run_id is not None and run_id == _run_id(self.target)
+        if not is_known and pair_id and not there.get("id") and here.get("target") == str(self.target.absolute()):
             raise CheckpointError(
                 f"its content is missing; {self.target} may be on a drive that is not mounted",
                 f"mount the drive, or delete {self.source / _INDEX} to start a new mirror",
             )
-        if there.get("id") and there["id"] != pair_id:
+        if not is_known and there.get("id") and there["id"] != pair_id:
             raise CheckpointError(f"{self.target} is the mirror of another run", "choose another checkpoint.mirror")
         self._index = {"folders": {}, "files": {}, **there}
         if not there.get("id"):
             self.target.mkdir(parents=True, exist_ok=True)
-            if any(not path.name.startswith(".") for path in self.target.iterdir()):
+            if not is_known and any(not path.name.startswith(".") for path in self.target.iterdir()):
                 raise CheckpointError(f"{self.target} contains other files", "choose an empty folder for the mirror")
             self._index["id"] = pair_id or uuid.uuid4().hex
             _write_index(self.target, self._index)
@@ -368,6 +370,16 @@ def _read_index(folder: Path) -> dict[str, Any]:
     except (FileNotFoundError, NotADirectoryError, ValueError):
         return {}
     return index if isinstance(index, dict) else {}
+
+
+def _run_id(folder: Path) -> str | None:
+    """Return the id in the `run.json` of a run, or of its mirror; None if there is none."""
+    try:
+        status = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    run_id = status.get("id") if isinstance(status, dict) else None
+    return run_id if isinstance(run_id, str) else None
 
 
 def _write_index(folder: Path, index: dict[str, Any]) -> None:
