@@ -33,6 +33,15 @@ def printable(text: str, keep: str = "") -> str:
     return text.translate({number: escape for number, escape in _CONTROL.items() if chr(number) not in keep})
 
 
+def for_stream(text: str, stream: TextIO | None) -> str:
+    """Return a text as it may be written to a stream: on a terminal, control characters except line breaks are escaped.
+
+    Files and pipes get the text unchanged. Everything that may contain text from data, models or files passes here, or
+    through `screen.build_console` where rich draws it.
+    """
+    return printable(text, keep="\n\t") if stream is not None and stream.isatty() else text
+
+
 class _Muted(threading.local):
     """Whether log output of the current thread is suppressed."""
 
@@ -102,7 +111,7 @@ def say(message: str) -> None:
     added to our logger. Nothing is added if the application has configured logging.
     """
     _show_unless_configured()
-    logger.info(message)
+    logger.info(printable(message, keep="\n\t"))
 
 
 def log_info_once(message: str) -> None:

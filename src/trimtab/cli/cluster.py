@@ -5,7 +5,7 @@ from typing import Annotated, Any
 import typer
 
 from trimtab.cli.options import Device, FolderOfForm, Quiet, folder_of_form
-from trimtab.cli.output import show_table, shown
+from trimtab.cli.output import echo, show_table, shown
 from trimtab.errors import RecipeError
 
 _ROWS = "Rows to evaluate on. Default: all. 0 skips this and reads one weight at a time, for models larger than memory."
@@ -68,4 +68,4 @@ def cluster(
         return
     if done.measurements:
         show_table(*measurements_table(done.measurements))
-    typer.echo(f"{done.bits:.2f} bits per clustered weight, palettes included; written to {done.folder}")
+    echo(f"{done.bits:.2f} bits per clustered weight, palettes included; written to {done.folder}")

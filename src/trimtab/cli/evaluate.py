@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from trimtab.cli.options import Device, Json
-from trimtab.cli.output import show_table, shown
+from trimtab.cli.output import echo, show_table, shown
 from trimtab.errors import DataError
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def evaluate(
         lines = [] if out is None else [" ".join(str(file) for file in files)]
         lines += [track_evaluation(result, files)] if track else []
     if not as_json:
-        typer.echo("\n" + "\n".join(lines))
+        echo("\n" + "\n".join(lines))
 
 
 def _one_or_list(names: list[str] | None) -> str | list[str] | None:
@@ -79,16 +79,16 @@ def _show(result: "EvaluationResult", as_json: bool) -> None:
 
     found = result.evaluation
     if as_json:
-        typer.echo(json.dumps(report.as_dict(found, result.against, result.differences), ensure_ascii=False))
+        echo(json.dumps(report.as_dict(found, result.against, result.differences), ensure_ascii=False))
         return
-    typer.echo(f"{result.model} ({found.task_name}) on {found.num_rows:,} rows of {found.origin}\n")
+    echo(f"{result.model} ({found.task_name}) on {found.num_rows:,} rows of {found.origin}\n")
     show_table(*report.metrics_table(found))
     tables = [report.labels_table(found)] if found.by_label else []
     tables += [report.confusion_table(found)] if found.confusion else []
     tables += [report.worst_table(found)] if found.worst else []
     for table in tables:
-        typer.echo()
+        echo()
         show_table(*table)
     if result.differences is not None:
-        typer.echo(f"\nfirst: {result.model}\nsecond: {result.other}\n")
+        echo(f"\nfirst: {result.model}\nsecond: {result.other}\n")
         show_table(*report.differences_table(result.differences))

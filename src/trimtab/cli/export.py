@@ -5,7 +5,7 @@ from typing import Annotated, Any
 import typer
 
 from trimtab.cli.options import FolderOfForm, folder_of_form
-from trimtab.cli.output import show_table
+from trimtab.cli.output import echo, show_table
 
 
 def export(
@@ -30,11 +30,11 @@ def export(
     target = folder_of_form(model, to, folder)
     exported = export_to(model, target, to=to, data=data, num_rows=rows, **options)
     for note in exported.notes:
-        typer.echo(note)
+        echo(note)
     if exported.measurements:
         show_table(*measurements_table(exported.measurements))
     else:
-        typer.echo("pass --data FILE for a table of quality, latency and agreement")
-    typer.echo(f"{exported.folder}: {model} as {to}")
+        echo("pass --data FILE for a table of quality, latency and agreement")
+    echo(f"{exported.folder}: {model} as {to}")
     if exported.address is not None:
-        typer.echo(f"uploaded to {exported.address}")
+        echo(f"uploaded to {exported.address}")

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from trimtab.cli.options import Quiet
-from trimtab.cli.output import ask, set_verbosity, show_launch, show_table
+from trimtab.cli.output import ask, echo, set_verbosity, show_launch, show_table
 
 
 def doctor() -> None:
@@ -23,7 +23,7 @@ def config(
     """Write a launch file: number of processes, hosts and ports."""
     from trimtab.distributed.launch.launch_file import QUESTIONS, write_launch_file
 
-    typer.echo(write_launch_file(to, [] if default else QUESTIONS, ask))
+    echo(write_launch_file(to, [] if default else QUESTIONS, ask))
 
 
 def launch(
@@ -70,5 +70,5 @@ def launch(
         return
     ending = start(plan)
     if ending.message and not (quiet and ending.code == 75):
-        typer.echo(ending.message, err=True)
+        echo(ending.message, err=True)
     raise typer.Exit(ending.code)

@@ -25,7 +25,7 @@ from trimtab.cli.export import export
 from trimtab.cli.machine import config, doctor, launch
 from trimtab.cli.memory import memory
 from trimtab.cli.model import merge, predict
-from trimtab.cli.output import flush_streams
+from trimtab.cli.output import echo, flush_streams
 from trimtab.cli.quantize import quantize
 from trimtab.cli.recipe import check, convert, data_show, init, plan
 from trimtab.cli.report import report
@@ -61,7 +61,7 @@ app.add_typer(_track, name="track")
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"trimtab {trimtab.__version__}")
+        echo(f"trimtab {trimtab.__version__}")
         raise typer.Exit
 
 
@@ -139,4 +139,4 @@ def _print_interrupted(signals: EndSignals) -> None:
 def _print_error(text: str, fg: str | None = None) -> None:
     """Print to standard error. That may be a file on a full disk: the exit code must be right even then."""
     with suppress(OSError):
-        typer.secho(text, err=True, fg=fg)
+        echo(text, err=True, fg=fg)

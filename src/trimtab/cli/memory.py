@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from trimtab.cli.options import DataSource, Device, EvalSource, Model, Quiet, RecipeFile, Sets, Task, load
-from trimtab.cli.output import set_verbosity
+from trimtab.cli.output import echo, set_verbosity
 from trimtab.errors import DoesNotFit, RecipeError
 
 
@@ -50,8 +50,8 @@ def memory(
         write_snapshot(picture.snapshot, snapshot)
     if not quiet:
         for line in picture.summary():
-            typer.echo(line)
+            echo(line)
         viewer = "" if snapshot is None else f", and {snapshot} for https://pytorch.org/memory_viz"
-        typer.echo(f"{out} written{viewer}")
+        echo(f"{out} written{viewer}")
     if picture.page.problem:
         raise DoesNotFit(picture.page.problem)

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from trimtab.cli.options import Device, NewFolder
-from trimtab.cli.output import show_merged
+from trimtab.cli.output import echo, show_merged
 from trimtab.errors import DataError, RecipeError, as_argument
 
 
@@ -38,7 +38,7 @@ def predict(
     if file is None:
         if out is not None or column is not None or probabilities or overwrite:
             raise RecipeError("--out, --column, --probabilities and --overwrite need a FILE, not --text", "remove them")
-        typer.echo(predict_text(load(model, device=where), str(text), max_new_tokens=max_new_tokens))
+        echo(predict_text(load(model, device=where), str(text), max_new_tokens=max_new_tokens))
     elif str(file) == "-":
         if out is not None or column is not None or overwrite:
             raise RecipeError(
@@ -46,14 +46,14 @@ def predict(
                 "remove --out, --column and --overwrite: trimtab predict MODEL - < texts.txt > predicted.jsonl",
             )
         lines = predict_lines(load(model, device=where), _read_stdin(), probabilities=probabilities, **sizes)
-        typer.echo(lines, nl=False)
+        echo(lines, nl=False)
     elif out is None:
         raise RecipeError("--out is missing", f"--out {as_argument(f'{file.stem}-predicted.csv')}")
     else:
         check_files(file, out, overwrite=overwrite)
         columns: dict[str, Any] = {"text": column, "probabilities": probabilities}
         num_rows = predict_file(load(model, device=where), file, out, overwrite=overwrite, **columns, **sizes)
-        typer.echo(f"{num_rows:,} rows written to {out}")
+        echo(f"{num_rows:,} rows written to {out}")
 
 
 def _read_stdin() -> str:

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from trimtab.addresses import redact
 from trimtab.errors import RecipeError, as_argument
-from trimtab.log import logger
+from trimtab.log import for_stream, logger
 from trimtab.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -66,25 +67,31 @@ def flush_streams() -> None:
                 os.close(devnull)
 
 
+def echo(text: str = "", *, nl: bool = True, err: bool = False, fg: str | None = None) -> None:
+    """Print text to standard output, or to standard error."""
+    typer.secho(for_stream(text, sys.stderr if err else sys.stdout), nl=nl, err=err, fg=fg)
+
+
 def show(renderable: object) -> None:
     """Print anything that rich can render."""
-    from rich.console import Console
+    from trimtab.training.screen import build_console
 
-    Console().print(renderable)
+    build_console().print(renderable)
 
 
 def show_table(header: Sequence[str], rows: Iterable[Sequence[str]], *, to_stderr: bool = False) -> None:
     """Print a table without borders."""
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
+
+    from trimtab.training.screen import build_console
 
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in header:
         table.add_column(Text(name), overflow="fold")
     for row in rows:
         table.add_row(*map(Text, row))  # Text, because rich would interpret [liger] in a str as markup
-    console = Console(stderr=to_stderr)
+    console = build_console(stderr=to_stderr)
     if not console.is_terminal:
         console.width = _PIPE_WIDTH
     console.print(table)
@@ -111,11 +118,11 @@ def show_result(result: "Result") -> None:
         rows.append(("report", str(result.folder / "report.html")))
     show_table(("", ""), rows)
     if fit.interruption:
-        typer.echo(f"\nnext: trimtab resume {as_argument(result.folder)}")
+        echo(f"\nnext: trimtab resume {as_argument(result.folder)}")
     elif result.best is not None and result.best.exists():
         is_masked = read_facts(result.best).get("task") == "masked-lm"  # it predicts nothing about a text
         command = "trimtab evaluate {}" if is_masked else 'trimtab predict {} --text "…"'
-        typer.echo(f"\nnext: {command.format(as_argument(result.folder))}")
+        echo(f"\nnext: {command.format(as_argument(result.folder))}")
 
 
 def show_demo(result: "Result") -> None:
@@ -133,10 +140,10 @@ def show_demo(result: "Result") -> None:
         ],
     )
     if (result.folder / "report.html").exists():
-        typer.echo(f"\nreport, for a browser: {result.folder / 'report.html'}")
+        echo(f"\nreport, for a browser: {result.folder / 'report.html'}")
     text = "a film that stays with you" if name == "accuracy" else "The film is"
     recipe, longer = as_argument(result.folder / "recipe.yaml"), as_argument(f"{result.folder}-longer")
-    typer.echo(
+    echo(
         "\ntry next:\n"
         f'  trimtab predict {as_argument(result.folder)} --text "{text}"\n'
         f"  trimtab data show {recipe}\n"
@@ -149,21 +156,21 @@ def show_plans(survey: "Survey", *, as_json: bool) -> None:
     from trimtab.planner.explain import legend, table
 
     if as_json:
-        typer.echo(json.dumps(survey.as_dict(), indent=1))
+        echo(json.dumps(survey.as_dict(), indent=1))
         return
     target, rungs = survey.target, survey.shown()
-    typer.echo(f"{target.name}, {format_bytes(target.budget_bytes)}, {survey.precision}, {survey.optimizer}\n")
+    echo(f"{target.name}, {format_bytes(target.budget_bytes)}, {survey.precision}, {survey.optimizer}\n")
     show_table(*table(rungs, target.budget_bytes, survey.reference))
-    typer.echo(f"\n{legend(rungs)}")
+    echo(f"\n{legend(rungs)}")
     for line in (survey.why, *survey.notes(), target.note):
         if line:
-            typer.echo(line)
+            echo(line)
 
 
 def show_runs(runs: Sequence["RunSummary"], root: Path) -> None:
     """Print a table of runs, newest first."""
     if not runs:
-        typer.echo(f"no runs below {root}; of another folder: trimtab runs FOLDER")
+        echo(f"no runs below {redact(str(root))}; of another folder: trimtab runs FOLDER")
         return
     rows = []
     for run in runs:
@@ -176,7 +183,7 @@ def show_ranking(ranking: "Ranking", *, as_json: bool) -> None:
     """Print the runs of an experiment and mark the best one."""
     if as_json:
         for run in ranking.runs:
-            typer.echo(json.dumps({**asdict(run), "metric": ranking.metric, "is_best": run is ranking.winner}))
+            echo(json.dumps({**asdict(run), "metric": ranking.metric, "is_best": run is ranking.winner}))
         return
     rows = []
     for run in ranking.runs:
@@ -189,7 +196,7 @@ def show_ranking(ranking: "Ranking", *, as_json: bool) -> None:
 def show_checkpoints(checkpoints: Sequence["Checkpoint"], status: Mapping[str, Any]) -> None:
     """Print a table of a run's checkpoints, oldest first."""
     if not checkpoints:
-        typer.echo("no checkpoints")
+        echo("no checkpoints")
         return
     name = status.get("metric_name")
     rows = []
@@ -211,9 +218,9 @@ def _age(since_s: float) -> str:
 def show_proof(proof: "Proof") -> None:
     """Print whether a resumed run equals an uninterrupted one, or the first difference."""
     if proof.difference:
-        typer.echo(f"not equal: {proof.difference}")
+        echo(f"not equal: {proof.difference}")
         return
-    typer.echo(
+    echo(
         f"equal: killed, resumed from step {proof.resumed_from}; all {proof.num_tensors} tensors of the final state "
         f"and all {proof.num_lines} lines of metrics match bit for bit"
     )
@@ -223,17 +230,17 @@ def show_merged(merged: "Merged") -> None:
     """Print how close the merged model's predictions are to the adapter's, and where it is."""
     found = merged.closeness
     if found is not None:
-        typer.echo(
+        echo(
             f"on {found.num_rows:,} rows ({found.num_answers:,} predictions): mean KL {found.kl_mean:.3g}, maximum "
             f"{found.kl_max:.3g}; {found.agreement:.2%} of the predictions are equal"
         )
-    typer.echo(f"{merged.folder}: {merged.base} with the adapter merged ({merged.onto}), in {merged.dtype}")
+    echo(f"{merged.folder}: {merged.base} with the adapter merged ({merged.onto}), in {merged.dtype}")
 
 
 def show_launch(plan: "LaunchPlan", *, to_stderr: bool) -> None:
     """Print every launch setting with its origin, and the equivalent torchrun command."""
     show_table(("launch", "", "from"), plan.settings.rows(), to_stderr=to_stderr)
-    typer.echo(f"\n{plan.command}\n", err=to_stderr)
+    echo(f"\n{plan.command}\n", err=to_stderr)
 
 
 def ask(question: str, default: str, complaint: str) -> str:
@@ -245,7 +252,7 @@ def ask(question: str, default: str, complaint: str) -> str:
         complaint: What was wrong with the previous answer; printed first.
     """
     if complaint:
-        typer.echo(f"  {complaint}")
+        echo(f"  {complaint}")
     try:
         answer: str = typer.prompt(question, default=default, show_default=bool(default))
     except typer.Abort:

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 import typer
 
 from trimtab.cli.options import Device, FolderOfForm, Quiet, folder_of_form
-from trimtab.cli.output import show_table, shown
+from trimtab.cli.output import echo, show_table, shown
 
 _TO = "int8-dynamic, int8, int4, fp8, fp8-dynamic, nf4 or bnb-int8; several (int8,int4) with --max-loss or --size."
 _ROWS = "Rows to evaluate on. 0 skips this and reads one weight at a time, for models larger than memory."
@@ -45,6 +45,4 @@ def quantize(
     if done.measurements:
         show_table(*measurements_table(done.measurements))
     left = f", {done.num_left} not quantized" if done.num_left else ""
-    typer.echo(
-        f"{done.folder}: {len(done.formats)} linear layers quantized{left}; embeddings and heads are not quantized"
-    )
+    echo(f"{done.folder}: {len(done.formats)} linear layers quantized{left}; embeddings and heads are not quantized")

@@ -10,7 +10,7 @@ from trimtab.checkpoint.disk_errors import cure_for_os_error
 from trimtab.checkpoint.folder import write_file
 from trimtab.cli.options import DataSource, Device, EvalSource, Model, Quiet, RecipeFile, Sets, Task
 from trimtab.cli.options import load as load_with_flags
-from trimtab.cli.output import set_verbosity, show, show_plans, show_proof
+from trimtab.cli.output import echo, set_verbosity, show, show_plans, show_proof
 from trimtab.errors import DoesNotFit, RecipeError, as_argument
 
 
@@ -27,7 +27,7 @@ def init(
     _refuse_existing(to, "--to")
     text = render_commented_yaml({"model": model, "data.train": data, "data.eval": eval_data, "task": task})
     _write_recipe(to, text, "--to")
-    typer.echo(f"{to} written; next: trimtab check {as_argument(to)}")
+    echo(f"{to} written; next: trimtab check {as_argument(to)}")
 
 
 def convert(
@@ -42,16 +42,16 @@ def convert(
     converted = convert_axolotl(config)
     text = converted.render(config.name)
     if out is None:
-        typer.echo(text, nl=False)
+        echo(text, nl=False)
         return
     _write_recipe(out, text, "--out")
-    typer.echo(
+    echo(
         f"{out} written: {converted.num_translated} keys translated, {len(converted.omitted) + len(converted.empty)} "
         f"not needed or empty, {len(converted.lost)} without an equivalent"
     )
     for name, _, reason in converted.lost:
-        typer.echo(f"  {name}: {reason}")
-    typer.echo(f"next: trimtab check {as_argument(out)}")
+        echo(f"  {name}: {reason}")
+    echo(f"next: trimtab check {as_argument(out)}")
 
 
 def _refuse_existing(path: Path, option: str) -> None:
@@ -82,14 +82,14 @@ def check(
     from trimtab.recipe.load import build_json_schema, load_recipe, render_resolved_yaml
 
     if schema:
-        typer.echo(json.dumps(build_json_schema(), indent=1))
+        echo(json.dumps(build_json_schema(), indent=1))
         return
     from trimtab.build.recipe_check import missing_parts
 
     flags = {"model": model, "data.train": data, "data.eval": eval_data, "task": task}
     loaded = load_recipe(recipe, flags, sets or [], extra_check=missing_parts)
     if not resume:
-        typer.echo(render_resolved_yaml(loaded))
+        echo(render_resolved_yaml(loaded))
         return
     from trimtab.commands.verify_resume import prove_resume
 

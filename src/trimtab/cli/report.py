@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from trimtab.cli.options import Device
+from trimtab.cli.output import echo
 from trimtab.errors import RecipeError
 
 
@@ -35,8 +36,8 @@ def report(
     if not watch:
         if port is not None:
             raise RecipeError(f"--port {port} has no effect without --watch", "add --watch, or remove --port")
-        typer.echo(str(write_page(runs, out)))
+        echo(str(write_page(runs, out)))
         return
     if out is not None:
         raise RecipeError("--watch serves the page and writes no file", "leave out --out or --watch")
-    watch_runs(runs, port or 0, typer.echo)
+    watch_runs(runs, port or 0, echo)

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from trimtab.cli.options import Json, NewFolder, RunFolder, Uri
-from trimtab.cli.output import show_checkpoints, show_ranking, show_runs
+from trimtab.cli.output import echo, show_checkpoints, show_ranking, show_runs
 from trimtab.errors import RecipeError
 
 
@@ -52,7 +52,7 @@ def pull(
     from trimtab.tracking.mlflow.registry import pull_model
 
     found = pull_model(model, folder, metric=metric, uri=uri)
-    typer.echo(f"{folder}: {found.words}")
+    echo(f"{folder}: {found.words}")
 
 
 def track_sync(
@@ -62,7 +62,7 @@ def track_sync(
     """Upload the part of a run's history that the server lacks."""
     from trimtab.build.tracking import sync_run
 
-    typer.echo(sync_run(run, to))
+    echo(sync_run(run, to))
 
 
 def ui(
@@ -72,4 +72,4 @@ def ui(
     """Serve the MLflow UI for the runs in a folder until Ctrl-C."""
     from trimtab.tracking.mlflow.ui import serve_ui
 
-    raise typer.Exit(serve_ui(root, port, typer.echo))
+    raise typer.Exit(serve_ui(root, port, echo))

@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from trimtab.cli.options import Device, FolderOfForm, Quiet, folder_of_form
-from trimtab.cli.output import show_table, shown
+from trimtab.cli.output import echo, show_table, shown
 
 
 def shrink(
@@ -33,11 +33,11 @@ def shrink(
     if prints:
         show_table(*frontier_table(found.measurements, found.max_loss))
         if found.folder is None:
-            typer.echo(f"no smaller form stays within a loss of {found.max_loss:.2%}: keep the original")
+            echo(f"no smaller form stays within a loss of {found.max_loss:.2%}: keep the original")
         else:
-            typer.echo(f"recommended: {found.folder}, see {target / 'frontier.png'}")
+            echo(f"recommended: {found.folder}, see {target / 'frontier.png'}")
     if track:  # last: a server that does not answer must not hide the results
         with shown(quiet):
             line = track_forms(found, target)
         if prints:
-            typer.echo(line)
+            echo(line)

@@ -21,7 +21,7 @@ from trimtab.cli.options import (
     Task,
 )
 from trimtab.cli.options import load as load_with_flags
-from trimtab.cli.output import set_verbosity, show_demo, show_result, show_table
+from trimtab.cli.output import echo, set_verbosity, show_demo, show_result, show_table
 
 if TYPE_CHECKING:
     from trimtab.run import Result
@@ -132,7 +132,7 @@ def _end(result: "Result") -> None:
     if result.fit.interruption:
         raise typer.Exit(75)
     if result.fit.save_failure:
-        typer.secho(f"error: training finished, but its last state was not saved: {result.fit.save_failure}", err=True)
+        echo(f"error: training finished, but its last state was not saved: {result.fit.save_failure}", err=True)
         raise typer.Exit(1)
 
 
@@ -186,14 +186,14 @@ def compare(
     if not quiet:  # first: a full disk must not hide what took long to measure
         show_table(*main_table(found))
         show_table(*anatomy_table(found))
-        typer.echo("\n" + "\n\n".join([verdict(found), *notes(found)]))
+        echo("\n" + "\n\n".join([verdict(found), *notes(found)]))
     files = write_folder(found, folder, f"Variants of {recipe or 'a recipe'}")
     if not quiet:
-        typer.echo("\n" + " ".join(str(file) for file in files))
+        echo("\n" + " ".join(str(file) for file in files))
     if track:  # last: a server that does not answer must not hide the results
         line = track_comparison(found, base, folder, files)
         if not quiet:
-            typer.echo(line)
+            echo(line)
     if not found.is_complete:
         raise typer.Exit(INTERRUPTED)
 

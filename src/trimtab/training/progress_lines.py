@@ -9,6 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 from trimtab.checkpoint.disk_errors import is_disk_full
+from trimtab.log import for_stream
 from trimtab.training.progress_text import StepLine, evaluation_text, step_text
 
 
@@ -23,6 +24,7 @@ class LineWriter:
         if not self._is_open or sys.stdout is None:
             return
         try:
+            text = for_stream(text, sys.stdout)
             try:
                 sys.stdout.write(text + "\n")
             except UnicodeEncodeError:

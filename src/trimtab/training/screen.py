@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from trimtab.log import logger
+from trimtab.log import logger, printable
 from trimtab.training.progress_lines import LineWriter, discard_stdout
 
 SECONDS_BETWEEN_FRAMES = 0.2  # a frame takes one to two milliseconds to draw: less than 1% of the time
@@ -20,6 +20,21 @@ def is_notebook() -> bool:
     from rich.console import Console
 
     return Console().is_jupyter
+
+
+def build_console(**options: Any) -> Any:
+    """Return a console of rich that escapes control characters of what it draws, but not those with which it draws."""
+    from rich.console import Console
+    from rich.segment import Segment
+
+    class SafeConsole(Console):
+        def _render_buffer(self, buffer: Iterable[Segment]) -> str:
+            if not self.is_terminal:
+                return super()._render_buffer(buffer)
+            safe = (part if part.control else part._replace(text=printable(part.text, keep="\n")) for part in buffer)
+            return super()._render_buffer(safe)
+
+    return SafeConsole(**options)
 
 
 def build_screen(*, transient: bool = False) -> "Screen":
@@ -64,11 +79,10 @@ class _TerminalScreen(Screen):
     """A live display of rich. Lines, including those of trimtab's logger, are written above the frame."""
 
     def __init__(self, transient: bool) -> None:
-        from rich.console import Console
         from rich.live import Live
 
-        self._console = Console(highlight=False, markup=False, emoji=False)
-        self._console.on_broken_pipe = discard_stdout  # type: ignore[method-assign]  # rich would end the process
+        self._console = build_console(highlight=False, markup=False, emoji=False)
+        self._console.on_broken_pipe = discard_stdout  # rich would end the process
         self._is_open = True
         # if standard error goes to a file, it still does
         to_console = sys.stderr is not None and sys.stderr.isatty()
