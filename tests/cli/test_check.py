@@ -60,6 +60,9 @@ def test_existing_parts_pass(bert):
     write_csv(Path("folder/a.csv"), reviews(2))
     for source in ("reviews.csv", "reviews.csv[:2]", "'*.csv'", "folder", "./folder/a.csv[10%:]"):
         assert problems(bert, f"{{train: {source}}}", "evaluate: {metric: mcc}", "early_stopping: {metric: loss}") == []
+    assert problems(bert, "{train: [reviews.csv, folder/a.csv]}") == []
+    (line,) = problems(bert, "{train: [reviews.csv, folder/b.csv]}")
+    assert "data.train: 'folder/b.csv' is not a file" in line
     assert problems({"config": tiny_config("bert"), "tokenizer": bert}) == []
     assert problems({"config": tiny_config("bert"), "tokenizer": "train"}) == []
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from trimtab.build.data import build_data
 from trimtab.data import folders, streams
 from trimtab.data.rows import RowLocations, concatenate
-from trimtab.data.sources import Rows, _slice_range, hold_out_rows, load_rows
+from trimtab.data.sources import Rows, _slice_range, held_out_split, hold_out_rows, load_rows
 from trimtab.data.streams import StreamNeed
 from trimtab.data.tasks.build import build_task
 from trimtab.errors import DataError
@@ -385,6 +385,34 @@ def test_folders_and_patterns(said):
     assert "f has no data files" in error_of("f")
 
 
+def test_texts_in_folders_named_after_their_labels(said):
+    """The layout of IMDb's reviews."""
+    for number in range(5):
+        write(f"imdb/pos/{number}_9.txt", f"good {number}\n\nreally")
+        write(f"imdb/neg/{number}_2.txt", f"bad {number}")
+    write("imdb/urls.txt", "http://a")
+    rows = load_rows("imdb")
+    assert rows.columns["text"] == [*(f"bad {i}" for i in range(5)), *(f"good {i}\n\nreally" for i in range(5))]
+    assert rows.columns["label"] == ["neg"] * 5 + ["pos"] * 5
+    assert rows.location(6) == "imdb/pos/1_9.txt, text 1"
+    assert "names of folders as labels: neg, pos; 1 other file(s) are not read" in said[0]
+    assert len(load_rows("imdb[4:7]")) == 3
+    write("imdb/pos/1_9.txt", b"\xff")
+    assert "imdb/pos/1_9.txt, line 1: not UTF-8" in error_of("imdb")
+    assert len(load_rows("imdb", on_bad_rows="skip")) == 9
+    write("books/a/one.txt", "a\nb")
+    write("books/b/two.txt", "c")
+    assert load_rows("books").columns == {"text": ["a", "b", "c"]}  # single files are parts of a corpus
+
+
+def test_lists_of_files():
+    write("a.csv", CSV)
+    write("b.csv", CSV)
+    assert len(load_rows([Path("a.csv"), Path("b.csv")])) == 4
+    assert "'nowhere.csv' is not a file" in error_of([Path("a.csv"), Path("nowhere.csv")])
+    assert "given in Python, as a list" in error_of("<list given in Python>")
+
+
 def test_a_whole_disk_is_not_read(said, monkeypatch):
     for number in range(30):
         write(f"d/{number:02}/a.txt", "x")
@@ -431,6 +459,23 @@ def test_several_splits_need_a_choice():
     dataset = labelled_dataset()
     assert len(load_rows(datasets.DatasetDict(train=dataset, test=dataset.select([0])))) == 3
     assert "choose one of its splits: a, b" in error_of(datasets.DatasetDict(a=dataset, b=dataset))
+
+
+def test_the_split_for_evaluation(monkeypatch, said):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", ".")
+    dataset = labelled_dataset()
+    both = datasets.DatasetDict(train=dataset, test=dataset.select([1]))
+    assert load_rows(both, role="eval").columns["text"] == ["b"]
+    assert "none named validation or valid" in error_of(datasets.DatasetDict(a=dataset, b=dataset), role="eval")
+    three = datasets.DatasetDict(**both, validation=dataset.select([2]))
+    assert load_rows(held_out_split(three), role="eval").columns["text"] == ["c"]
+    assert said == ["data.eval is not set: using the split 'validation' of the datasets given"]
+    datasets.disable_progress_bars()
+    both.save_to_disk("both")
+    datasets.enable_progress_bars()
+    assert held_out_split("both") == "both:test"
+    for source in (dataset, datasets.DatasetDict(train=dataset), "both:train", "both[:2]", [{"text": "a"}], "nowhere"):
+        assert held_out_split(source) is None
 
 
 class FakeHub:

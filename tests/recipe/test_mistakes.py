@@ -70,7 +70,7 @@ def test_mistakes_of_all_origins_come_together(tmp_path):
         "  recipe.yaml:3: train.epochs: found 'many'; allowed: a number above 0, or null",
         "  recipe.yaml:5: train.lr: given twice, first on line 4; keep one of them",
         "  --set: seed: found 'seed' without a value; write --set KEY=VALUE, such as --set train.lr=3e-5",
-        "  data.train: required, but missing; allowed: a file, folder, glob or Hub name, as text "
+        "  data.train: required, but missing; allowed: a file, folder, glob or Hub name, as text, or a list of files "
         "(in Python also a dataset or rows)",
         "  --set: train.max_time: found '1:30', which may be 1h30m or 1m30s; allowed: a duration such as 90s, "
         "10min, 3h, 1h30m or a number of seconds, or null",

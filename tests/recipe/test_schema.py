@@ -210,6 +210,26 @@ def test_rows_may_come_from_python():
     assert made.model_dump(mode="json")["data"]["train"] == "<list given in Python>"
 
 
+def test_a_list_of_files_is_written_and_read_back(tmp_path):
+    paths = [str(tmp_path / name) for name in ("a.csv", "b.csv")]
+    written = recipe(data={"train": [Path(path) for path in paths]}).model_dump(mode="json")
+    assert written["data"]["train"] == paths
+    texts = Recipe(model="bert", data={"train": paths})
+    assert texts.data.train == paths, "strings that are not files are texts"
+    for path in paths:
+        Path(path).write_text("")
+    assert Recipe(**written) == recipe(data={"train": paths}) != texts
+
+
+def test_a_dict_of_datasets_may_come_from_python():
+    import datasets
+
+    both = datasets.DatasetDict(train=datasets.Dataset.from_dict({"text": ["a"]}))
+    assert Recipe(model="bert", data={"train": both}).data.train is both
+    with pytest.raises(RecipeError, match="data.train: found"):
+        Recipe(model="bert", data={"train": {"text": ["a"]}})
+
+
 def test_a_dump_makes_the_same_recipe():
     made = recipe(train={"max_time": "3h", "warmup": 0.06, "freeze": {"base": 5}}, early_stopping={"patience": 2})
     assert Recipe(**made.model_dump(mode="json")) == made

@@ -7,7 +7,7 @@ from typing import Any
 from trimtab.build.batches import fast_steps
 from trimtab.build.parts import Data, Loaded, Tokens
 from trimtab.data.notices import data_notices
-from trimtab.data.sources import Rows, hold_out_rows, load_rows
+from trimtab.data.sources import Rows, held_out_split, hold_out_rows, load_rows, names_files
 from trimtab.data.streams import StreamNeed
 from trimtab.data.tasks.base import Task
 from trimtab.data.tasks.build import build_task
@@ -30,7 +30,12 @@ def build_data(recipe: Recipe) -> Data:
     """Load the rows, detect the task, and split off rows for evaluation."""
     settings = recipe.data
     train = load_rows(settings.train, on_bad_rows=settings.on_bad_rows, need=_stream_need(recipe))
-    held_out = None if settings.eval is None else load_rows(settings.eval, on_bad_rows=settings.on_bad_rows)
+    evaluation = settings.eval
+    if evaluation is None and settings.eval_share > 0:
+        evaluation = held_out_split(settings.train)
+    held_out = None
+    if evaluation is not None:
+        held_out = load_rows(evaluation, on_bad_rows=settings.on_bad_rows, role="eval")
     task = build_task(
         recipe.task,
         train,
@@ -55,7 +60,7 @@ def build_data(recipe: Recipe) -> Data:
         )
         num_rows = len(train) + len(held_out)
         say(f"data.eval is not set: {len(held_out):,} of {num_rows:,} rows are held out for evaluation")
-    notices = data_notices(task, train, held_out, is_held_out=settings.eval is None)
+    notices = data_notices(task, train, held_out, is_held_out=evaluation is None)
     for line in notices:
         say(line)
     return Data(task, train, held_out, notices, _class_weights(recipe, task, train))
@@ -130,6 +135,7 @@ def run_name(recipe: Recipe) -> str:
     if recipe.track.experiment:
         return recipe.track.experiment.rpartition("/")[2]
     source = recipe.data.train
+    source = source[0] if names_files(source) else source
     if isinstance(source, str | Path):
         words = [part.split("[")[0].split(":")[0].split(".")[0] for part in reversed(Path(str(source)).parts)]
         return next((word for word in words if word and not set(word) & set("*?/")), "run")

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.build.data import run_name
-from trimtab.data.sources import is_here, make_source_absolute
+from trimtab.data.sources import is_here, make_source_absolute, names_files
 from trimtab.recipe.schema import ModelSettings, Recipe
 from trimtab.tracking.mlflow.uri import with_sqlite_file
 
@@ -71,9 +71,10 @@ def _with_paths(recipe: Recipe, *, source: _Change, model: _Change, folder: _Cha
 
 def _changed(section: Any, changes: dict[str, _Change]) -> Any:
     found = {name: getattr(section, name) for name in changes}
-    return section.model_copy(
-        update={name: changes[name](value) for name, value in found.items() if isinstance(value, str)}
-    )
+    update: dict[str, Any] = {name: changes[name](value) for name, value in found.items() if isinstance(value, str)}
+    lists = {name: value for name, value in found.items() if names_files(value)}
+    update |= {name: [Path(changes[name](str(path))) for path in value] for name, value in lists.items()}
+    return section.model_copy(update=update)
 
 
 def _absolute(text: str) -> str:

@@ -30,7 +30,7 @@ def missing_parts(recipe: Recipe) -> Iterator[Mistake]:
 def _missing_names(recipe: Recipe) -> Iterator[Mistake]:
     for key in ("train", "eval"):
         source = getattr(recipe.data, key)
-        if isinstance(source, str):
+        if source is not None:  # from text: a name or a list of files
             yield from _problem(f"data.{key}", check_source, source)
     yield from _in_model(recipe)
     if recipe.distill is not None and not is_tracked_model(recipe.distill.teacher):
@@ -40,7 +40,7 @@ def _missing_names(recipe: Recipe) -> Iterator[Mistake]:
 
 def _in_rows(recipe: Recipe) -> Iterator[Mistake]:
     """Read the rows as a run does, which logs what is unusual in them."""
-    sources = [source for source in (recipe.data.train, recipe.data.eval) if isinstance(source, str)]
+    sources = (source for source in (recipe.data.train, recipe.data.eval) if isinstance(source, str))
     elsewhere = next((source for source in sources if not is_here(source)), None)
     if elsewhere is None:
         yield from _problem("data", build_data, recipe)

@@ -54,6 +54,19 @@ def read_file(path: Path, bad: BadRows) -> Rows:
     return _PARSERS[found](_decode(data, str(path), bad), str(path), bad)
 
 
+def read_text(path: Path, bad: BadRows) -> str | None:
+    """Return the text of a file, or None for a bad row.
+
+    Raises:
+        DataError: If the file cannot be read.
+    """
+    text = _decode(_read_bytes(path), str(path), bad)
+    if bad.has_escaped_bytes(text):
+        bad.add(str(path), "not UTF-8", "")
+        return None
+    return text
+
+
 def _read_bytes(path: Path) -> bytes:
     try:
         data = path.read_bytes()

@@ -17,6 +17,7 @@ _FORMAT_NAMES = {
     *("iceberg", "imagefolder", "json", "lance", "meshfolder", "mmcif", "niftifolder", "pandas", "parquet", "pdb"),
     *("pdffolder", "spark", "sql", "text", "tsfile", "videofolder", "vortex", "webdataset", "xml"),
 }
+_USUAL_SPLITS = {"train": ("train",), "eval": ("validation", "valid", "dev", "eval", "test")}
 
 
 def is_dataset(source: Any) -> bool:
@@ -36,16 +37,21 @@ def label_names(features: Any) -> dict[str, list[str]]:
     return names
 
 
-def pick_split(dataset: Any, split: str | None, origin: str) -> Any:
-    """Return one split of a dataset: the named one, else the only one, else "train"."""
+def usual_split(dataset: Any, role: str) -> str | None:
+    """Return the name of the split of a dataset for a role: "train" or "eval"."""
+    return next((name for name in _USUAL_SPLITS[role] if name in dataset), None)
+
+
+def pick_split(dataset: Any, split: str | None, origin: str, role: str) -> Any:
+    """Return one split of a dataset: the named one, else the only one, else the usual one of a role."""
     if not hasattr(dataset, "keys"):
         if split is not None and str(dataset.split) != split:
             raise DataError(f"{origin} has no splits, but {split!r} was requested", f"write {origin} without a split")
         return dataset
     splits = list(dataset.keys())
-    chosen = split or (splits[0] if len(splits) == 1 else "train")
+    chosen = split or (splits[0] if len(splits) == 1 else usual_split(dataset, role))
     if chosen not in splits:
-        found = f"no split {chosen!r}" if split else "several splits, none named train"
+        found = f"no split {chosen!r}" if split else f"several splits, none named {' or '.join(_USUAL_SPLITS[role])}"
         raise DataError(f"{origin} has {found}", f"choose one of its splits: {', '.join(splits)}")
     return dataset[chosen]
 

@@ -4,8 +4,9 @@ import difflib
 import glob
 import os
 import re
+from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,8 @@ from trimtab.addresses import path_problem
 from trimtab.data import hub
 from trimtab.data.bad_rows import BadRows
 from trimtab.data.delimited import convert_numbers
-from trimtab.data.files import file_format, from_objects, read_file, require_format
-from trimtab.data.folders import files_matching, files_of_folder
+from trimtab.data.files import file_format, from_objects, read_file, read_text, require_format
+from trimtab.data.folders import files_by_label, files_matching, files_of_folder
 from trimtab.data.rows import RowLocations, Rows, concatenate, hold_out_rows
 from trimtab.data.streams import StreamNeed, read_stream
 from trimtab.errors import DataError
@@ -24,21 +25,23 @@ __all__ = ["Rows", "check_source", "load_rows", "hold_out_rows"]
 
 _SLICE = re.compile(r"(?P<base>.+)\[(?P<start>[^\[\]:]*):(?P<stop>[^\[\]:]*)\]")
 _SPLIT = re.compile(r"(?P<name>[\w.-]+(/[\w.-]+){0,2})(:(?P<split>[\w.+-]+))?")
+_GIVEN_IN_PYTHON = re.compile(r"<(\w+) given in Python>")  # written to the recipe of such a run
 _MANY_FILES = 20  # more are reported before they are read
 _SPLIT_WORDS = {"train": "train", "training": "train", "valid": "eval", "validation": "eval", "dev": "eval"}
 _SPLIT_WORDS |= {"val": "eval", "eval": "eval", "test": "test", "testing": "test"}
 
 
-def load_rows(source: Any, *, on_bad_rows: str = "stop", need: StreamNeed | None = None) -> Rows:
+def load_rows(source: Any, *, on_bad_rows: str = "stop", need: StreamNeed | None = None, role: str = "train") -> Rows:
     """Load rows from any source.
 
     Args:
         source: A file (csv, tsv, jsonl, json, parquet, arrow, txt; also .gz), a folder or a pattern of such files, a
             name on the Hub ("imdb", "imdb:test", "glue/mrpc:train"), each with an optional slice ("reviews.csv[:100]",
-            "imdb:train[10%:]"); or a `datasets.Dataset`, a mapping of columns, a data frame, an iterable of dicts, a
-            list of texts.
+            "imdb:train[10%:]"); a list of files; or a `datasets.Dataset`, a mapping of columns, a data frame, an
+            iterable of dicts, a list of texts.
         on_bad_rows: "stop" raises at a row that cannot be read; "skip" drops such rows and logs how many.
         need: How much to read of a source without a length, such as a generator or an `IterableDataset`.
+        role: "train" or "eval": which of several splits to take if the source names none.
 
     Raises:
         DataError: If there are no rows, there is no end of them, or a row cannot be read; the message has its location
@@ -48,11 +51,12 @@ def load_rows(source: Any, *, on_bad_rows: str = "stop", need: StreamNeed | None
     if isinstance(source, Rows):
         return source
     if isinstance(source, str | os.PathLike):
-        rows = _load_named(os.fspath(source), bad)
-    elif _are_files(source):
-        rows = _load_files([Path(path) for path in source], f"{len(source)} files", bad)
+        rows = _load_named(os.fspath(source), bad, role)
+    elif names_files(source) or _are_files(source):
+        found = _locate_files(source)
+        rows = _load_files(found.files, found.origin, bad)
     else:
-        rows = _convert_objects(source, bad, need)
+        rows = _convert_objects(source, bad, need, role)
     bad.report(rows.origin)
     if not len(rows):
         detail = f": all {bad.num_skipped} are bad and were skipped" if bad.num_skipped else ""
@@ -60,13 +64,18 @@ def load_rows(source: Any, *, on_bad_rows: str = "stop", need: StreamNeed | None
     return rows
 
 
-def check_source(text: str) -> None:
+def names_files(source: Any) -> bool:
+    """Whether a source is a list of paths."""
+    return isinstance(source, list | tuple) and bool(source) and all(isinstance(item, os.PathLike) for item in source)
+
+
+def check_source(source: str | Sequence[Path]) -> None:
     """Check that a source exists, without reading its rows.
 
     Raises:
         DataError: The source does not exist; the message lists similar names, if there are any.
     """
-    found = _locate(text)
+    found = _locate(source) if isinstance(source, str) else _locate_files(source)
     if found.window is not None:
         _bounds(found.window, 0, found.origin)
     if found.hub_name is not None:
@@ -88,6 +97,7 @@ class _Location:
     saved: Path | None = None
     hub_name: str | None = None
     split: str | None = None
+    by_label: Mapping[str, Sequence[Path]] = field(default_factory=dict)
 
 
 def is_here(text: str) -> bool:
@@ -119,6 +129,11 @@ def _locate(text: str) -> _Location:
         raise DataError(
             f"{text!r} {problem}: rows are read from local files and the Hub", "download the file, and name its path"
         )
+    if given := _GIVEN_IN_PYTHON.fullmatch(text):
+        raise DataError(
+            f"the rows of this run were given in Python, as a {given[1]}",
+            "resume it in Python with the same rows: fit(Recipe(…, data={'train': rows}, out='RUN'), resume=True)",
+        )
     base, match = _split_slice(text)
     window = None if match is None else (match["start"].strip(), match["stop"].strip())
     path, (folder, _, split) = Path(os.path.expanduser(base)), base.rpartition(":")
@@ -134,13 +149,26 @@ def _locate(text: str) -> _Location:
     return _Location(base, window, hub_name=on_hub["name"], split=on_hub["split"])
 
 
-def _load_named(text: str, bad: BadRows) -> Rows:
+def _locate_files(paths: Sequence[str | os.PathLike[str]]) -> _Location:
+    """Return the location of rows in a list of files."""
+    files = [Path(os.path.expanduser(path)) for path in paths]
+    for file in files:
+        if problem := path_problem(str(file)):
+            raise DataError(f"{str(file)!r} {problem}", "name a file")
+        if not file.is_file():
+            raise DataError(f"{str(file)!r} is not a file", _similar_names(file))
+    return _Location(f"{len(files)} files", None, files)
+
+
+def _load_named(text: str, bad: BadRows, role: str) -> Rows:
     """Load rows from a path or a Hub name."""
     found = _locate(text)
     if found.hub_name is not None:
-        return _load_hub(found.hub_name, found.split, found.window)
+        return _load_hub(found.hub_name, found.split, found.window, role)
+    if found.by_label:
+        return _load_labelled(found, bad)
     if found.saved is not None:
-        dataset = hub.pick_split(hub.load_saved(found.saved), found.split, str(found.saved))
+        dataset = hub.pick_split(hub.load_saved(found.saved), found.split, str(found.saved), role)
         rows = hub.rows_of_dataset(dataset, found.origin)
     else:
         rows = _load_files(found.files, found.origin, bad)
@@ -187,7 +215,7 @@ def _locate_path(path: Path, split: str | None, window: tuple[str, str] | None) 
         raise DataError(f"{path} is a folder of files, without a split {split!r}", f"use a pattern: {path}/{split}*")
     files = files_of_folder(path)
     _require_one_split(path, files)
-    return _Location(str(path), window, files)
+    return _Location(str(path), window, files, by_label=files_by_label(path, files))
 
 
 def _require_one_split(folder: Path, files: list[Path]) -> None:
@@ -226,8 +254,38 @@ def _load_files(paths: Sequence[Path], origin: str, bad: BadRows) -> Rows:
     return convert_numbers(rows) if formats <= {"csv", "tsv"} else rows
 
 
-def _load_hub(name: str, split: str | None, window: tuple[str, str] | None) -> Rows:
-    dataset = hub.pick_split(hub.load_from_hub(name), split, name)
+def _load_labelled(location: _Location, bad: BadRows) -> Rows:
+    """Load one text from each file, with the name of its folder as the label."""
+    origin, window, by_label = location.origin, location.window, location.by_label
+    num_others = len(location.files) - sum(map(len, by_label.values()))
+    others = f"; {num_others} other file(s) are not read" if num_others else ""
+    say(f"{origin}: one text per file, with the names of folders as labels: {', '.join(by_label)}{others}")
+    texts = [(read_text(file, bad), label, file) for label, files in by_label.items() for file in files]
+    rows = [(text, label, file) for text, label, file in texts if text is not None]
+    locations = RowLocations(
+        tuple(f"{file}, text" for *_, file in rows), array("i", range(len(rows))), array("q", [1] * len(rows))
+    )
+    columns: dict[str, list[Any]] = {"text": [row[0] for row in rows], "label": [row[1] for row in rows]}
+    labelled = Rows(columns, origin, locations=locations)
+    return labelled if window is None else labelled.select(_slice_range(len(labelled), window, origin))
+
+
+def held_out_split(source: Any) -> Any:
+    """Return the split for evaluation of a dictionary of datasets, or of a folder that contains one; else None."""
+    folder = Path(os.path.expanduser(source)) if isinstance(source, str) else None
+    is_folder = folder is not None and hub.is_saved(folder)
+    if not is_folder and not (hub.is_dataset(source) and hasattr(source, "keys")):
+        return None
+    splits = source if folder is None else hub.load_saved(folder)
+    name = hub.usual_split(splits, "eval") if hasattr(splits, "keys") and "train" in splits else None
+    if name is None:
+        return None
+    say(f"data.eval is not set: using the split {name!r} of {source if is_folder else 'the datasets given'}")
+    return f"{source}:{name}" if is_folder else splits[name]
+
+
+def _load_hub(name: str, split: str | None, window: tuple[str, str] | None, role: str) -> Rows:
+    dataset = hub.pick_split(hub.load_from_hub(name), split, name, role)
     origin = f"{name}:{dataset.split}"
     if window is None:
         return hub.rows_of_dataset(dataset, origin)
@@ -249,11 +307,9 @@ def _similar_names(path: Path) -> str:
 
 
 def _are_files(source: Any) -> bool:
-    """Whether a list names files: paths always do, strings if every one is an existing data file."""
+    """Whether every string in a list is an existing data file."""
     if not isinstance(source, list | tuple) or not source:
         return False
-    if all(isinstance(item, os.PathLike) for item in source):
-        return True
     if all(isinstance(item, str) and len(item) < 1024 and file_format(Path(item)) for item in source):
         found = all(Path(item).is_file() for item in source)
         if found:
@@ -262,10 +318,10 @@ def _are_files(source: Any) -> bool:
     return False
 
 
-def _convert_objects(source: Any, bad: BadRows, need: StreamNeed | None) -> Rows:
+def _convert_objects(source: Any, bad: BadRows, need: StreamNeed | None, role: str) -> Rows:
     """Convert Python objects to rows."""
     if hub.is_dataset(source):
-        dataset = hub.pick_split(source, None, "the dataset given")
+        dataset = hub.pick_split(source, None, "the dataset given", role)
         if hasattr(dataset, "select"):
             return hub.rows_of_dataset(dataset, "the dataset given")
         rows = from_objects(read_stream(dataset, need, "the rows of the dataset given"), "the dataset given", bad, "")

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from annotated_types import GroupedMetadata, MinLen
@@ -34,6 +35,7 @@ from trimtab.units import (
 
 # without Unity Catalog's schemes, which hold only models, and file:, which mlflow 3 refuses
 _MLFLOW_STORES = ("http", "https", "sqlite", "databricks", "postgresql", "mysql", "mssql")
+_MAX_PATH = 1024  # characters; longer text is not a path
 _MIN_BUDGET_BYTES = 2**20  # smaller values probably lack a unit: "8" for 8GiB
 _BOOLS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 
@@ -298,18 +300,33 @@ def _class_weights(value: Any) -> str | dict[str, float]:
 
 
 def _source(value: Any, info: ValidationInfo) -> Any:
-    """Accept text, and from Python also any iterable of rows."""
+    """Accept text or a list of files, and from Python also any iterable of rows or a dict of datasets."""
     if isinstance(value, str):
         if not value.strip():
             raise ValueError("is empty")
         return value
     from_python = not (info.context or {}).get("from_text")
-    if from_python and hasattr(value, "__iter__") and not isinstance(value, dict | bytes):
+    if _are_files(value, from_python):
+        return [Path(item) for item in value]
+    is_dict = isinstance(value, dict) and type(value).__module__.partition(".")[0] != "datasets"
+    if from_python and hasattr(value, "__iter__") and not is_dict and not isinstance(value, bytes):
         return value
     raise ValueError
 
 
-def _source_as_words(value: Any) -> str:
+def _are_files(value: Any, from_python: bool) -> bool:
+    """Whether a list names files; strings in Python may be texts, unless all are existing files."""
+    if not isinstance(value, list | tuple) or not value:
+        return False
+    if all(isinstance(item, os.PathLike) for item in value):
+        return True
+    are_strings = all(isinstance(item, str) and item.strip() for item in value)
+    return are_strings and (not from_python or all(len(item) < _MAX_PATH and Path(item).is_file() for item in value))
+
+
+def _source_as_words(value: Any) -> str | list[str]:
+    if isinstance(value, list) and value and all(isinstance(item, Path) for item in value):
+        return [str(item) for item in value]
     return value if isinstance(value, str) else f"<{type(value).__name__} given in Python>"
 
 
@@ -384,8 +401,8 @@ Source = Annotated[
     Any,
     PlainValidator(_source),
     PlainSerializer(_source_as_words),
-    WithJsonSchema({"type": ["string"]}),
-    Allowed("a file, folder, glob or Hub name, as text (in Python also a dataset or rows)"),
+    WithJsonSchema({"type": ["string", "array"], "items": {"type": "string"}}),
+    Allowed("a file, folder, glob or Hub name, as text, or a list of files (in Python also a dataset or rows)"),
 ]
 Texts = Annotated[str | list[str], Parsed("a column, or a list of two columns", _column_or_pair, ""), _STRING_OR_LIST]
 Labels = Annotated[str | list[str], Parsed("a column, or a list of columns", _columns, ""), _STRING_OR_LIST]
