@@ -1,6 +1,7 @@
 """Error messages of a recipe: one line per mistake, all at once, with key, place, value, allowed values, suggestion."""
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -110,6 +111,11 @@ def test_keys_that_are_not_text(values):
         ({"train.lr": 1}, "train.lr: found 1; no such key; write it in its section, train: {lr: 1}"),
         ({"train": {"batchSize": 4}}, "train.batchSize: found 4; no such key; did you mean train.batch_size?"),
         ({"train": {"epoch": 3}}, "train.epoch: found 3; no such key; did you mean train.epochs?"),
+        (
+            {"data": {"train": "a.csv", "test": "b c.csv"}},
+            "data.test: found 'b c.csv'; a key of Hugging Face scripts; leave it out: training uses no test rows; "
+            "afterwards: trimtab evaluate RUN 'b c.csv'",
+        ),
         ({"tracking": {"uri": "none"}}, "tracking: found {uri: none}; no such key; did you mean track?"),
         ({"evalute": {"every": 5}}, "evalute: found {every: 5}; no such key; did you mean evaluate?"),
         (
@@ -127,6 +133,10 @@ def test_unknown_keys(values, line):
 @pytest.mark.parametrize(
     ("values", "parts"),
     [
+        (
+            {"model": torch.nn.Linear(1, 1)},
+            ["pass an object of transformers to fit(recipe, model=…)", "trimtab.Engine"],
+        ),
         ({"train": {"schedule": "cosin"}}, ["found 'cosin'", "linear | cosine", "did you mean cosine?"]),
         ({"train": {"schedule": "inverse_sqrt"}}, ["write inverse-sqrt"]),
         ({"train": {"precision": "16-mixed"}}, ["allowed: auto | fp32 | tf32 | fp16 | bf16 | bf16-pure; write fp16"]),

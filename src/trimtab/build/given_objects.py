@@ -104,7 +104,9 @@ def _check_model(model: Any) -> None:
             f"{name} already has an adapter", "pass the base model and set adapter: lora, or merge the adapter first"
         )
     if not isinstance(model, PreTrainedModel):
-        raise ModelError(f"model is a {name}", "pass a transformers model, or the name of one")
+        loop = "; train other modules in your own loop: model, optimizer, loader = trimtab.Engine().prepare(…)"
+        cure = f"pass a transformers model, or the name of one{loop if isinstance(model, torch.nn.Module) else ''}"
+        raise ModelError(f"model is a {name}", cure)
     if not type(model).__module__.startswith("transformers."):
         raise ModelError(
             f"{name} is a custom class, which a resumed run could not load",

@@ -188,6 +188,11 @@ def _wrong_value(path: tuple[str, ...], value: Any, kind: str, reason: str, keys
 
 
 def _suggestion(key: Key, value: Any, kind: str) -> str:
+    if key.dotted == "model" and hasattr(value, "parameters"):  # a torch module
+        return (
+            "name the model here, and pass an object of transformers to fit(recipe, model=…); train other modules in "
+            "your own loop: trimtab.Engine"
+        )
     choices = choices_of(key.field.annotation)
     if choices and (near := _nearest(str(value), choices)):
         return f"did you mean {near}?"

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from trimtab.errors import as_argument
 from trimtab.recipe.foreign_keys.answers import (
     AUTOMATIC,
     LAUNCH,
@@ -150,17 +151,24 @@ HF_TRAINER: dict[str, Rule] = {
     ),
 }
 
+
+def _test_rows(value: Any, section: Mapping[str, Any]) -> Answer:
+    name = as_argument(value) if isinstance(value, str) else "TEST"
+    return Answer(f"leave it out: training uses no test rows; afterwards: trimtab evaluate RUN {name}", is_lost=True)
+
+
 HF_SCRIPTS: dict[str, Rule] = {
     **renamed(
         "model_name_or_path=model model_name=model num_epochs=train.epochs n_epochs=train.epochs "
         "dataset_name=data.train dataset=data.train train_file=data.train train_data=data.train "
         "train_dataset=data.train validation_file=data.eval eval_file=data.eval eval_dataset=data.eval "
-        "eval_data=data.eval validation=data.eval test_file=data.eval max_seq_length=data.max_length "
+        "eval_data=data.eval validation=data.eval max_seq_length=data.max_length "
         "max_seq_len=data.max_length block_size=data.max_length max_source_length=data.max_length "
         "text_column=data.text text_column_name=data.text dataset_text_field=data.text source_column=data.text "
         "label_column=data.label label_column_name=data.label labels=data.label summary_column=data.target "
         "target_column=data.target"
     ),
+    **all_of("test test_file test_data test_dataset", _test_rows),
     **all_of("tokenizer_name tokenizer", write_inside("model", "name", "NAME", "tokenizer")),
     "trust_remote_code": write_inside("model", "name", "NAME", "trust_remote_code"),
     "config_name": lambda value, section: Answer("write model: {config: {model_type: …}, tokenizer: …}", is_lost=True),
