@@ -19,6 +19,7 @@ from trimtab.model.quantization import quantizable
 PER = ("tensor", "rows", "channel")
 IMPORTANCE = ("none", "activations", "gradients")
 _MIN_ENTRIES = 2048  # smaller weights are not clustered, because that would save little
+_MAX_SCALE_BLOCK = 8192  # rows are padded to whole blocks
 _NUM_REFITS = 2
 _NUM_SEARCHES = 2  # of scales
 # Without scales, small groups matter: palettes may add a quarter of a bit to a weight. With scales, which adapt to much
@@ -71,8 +72,9 @@ class ClusterSettings:
             raise RecipeError(what, "--per rows, or remove --group-rows")
         if self.rows is not None and self.rows < 1:
             raise RecipeError(f"--group-rows {self.rows} is not valid", "--group-rows 1 or more")
-        if self.scale_block < 0:
-            raise RecipeError(f"--scale-block {self.scale_block} is not valid", "--scale-block 64, or 0 for none")
+        if not 0 <= self.scale_block <= _MAX_SCALE_BLOCK:
+            what = f"--scale-block {self.scale_block} is not valid"
+            raise RecipeError(what, f"--scale-block 64, up to {_MAX_SCALE_BLOCK}, or 0 for none")
 
     @property
     def needs_calibration(self) -> bool:

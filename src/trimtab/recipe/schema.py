@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar
 
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
@@ -57,12 +58,13 @@ from trimtab.recipe.value_types import (
     TileTokens,
     TrackingUri,
     Warmup,
+    at_most,
     normalize,
 )
 
 R = TypeVar("R")
-PositiveInt = Annotated[int, Ge(1)]
-PositiveFloat = Annotated[float, Gt(0)]
+PositiveInt = Annotated[int, Ge(1), AfterValidator(at_most(2**40))]
+PositiveFloat = Annotated[float, Gt(0), AfterValidator(at_most(1e30))]  # products of several still fit into fp32
 NonNegative = Annotated[float, Ge(0)]
 Fraction = Annotated[float, Ge(0), Lt(1)]
 OptimizerName = Literal[

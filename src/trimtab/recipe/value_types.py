@@ -67,6 +67,17 @@ class Parsed(Allowed, GroupedMetadata):
             raise ValueError(error.problem.removeprefix(f"{value!r} ")) from None
 
 
+def at_most(limit: float) -> Callable[[Any], Any]:
+    """Return a validator that refuses larger values, with which tensors could not compute."""
+
+    def check(value: Any) -> Any:
+        if value > limit:
+            raise ValueError(f"is more than {limit:g}")
+        return value
+
+    return check
+
+
 def normalize(value: Any, field: FieldInfo) -> Any:
     """Normalize the spellings of null, off and paths before validation.
 

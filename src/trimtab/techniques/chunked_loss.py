@@ -84,7 +84,10 @@ class ChunkedLoss(Technique):
 
     def change_loss(self, loss: Loss, value: str, request: LossRequest) -> Loss:
         """Return the same loss without logits, or without copies of them."""
-        return loss if value == "plain" else build_task_loss(**vars(request), how=value)
+        if value == "plain":
+            return loss
+        settings = {name: given for name, given in vars(request).items() if name != "class_weights"}  # of tokens: none
+        return build_task_loss(**settings, how=value)
 
     def patches(self, recorder: TraceRecorder, accelerator: Accelerator) -> Iterator[Patch]:
         """Trace three of the equal chunks, and count the operations of the second for all others."""
