@@ -36,3 +36,17 @@ def assert_same_up_to_rounding(found, expected, num_roundings: float, size=None)
     assert difference <= allowed, (
         f"off by {difference:.3g}; {num_roundings} roundings of {found.dtype} are {allowed:.3g}"
     )
+
+
+def assert_as_exact(found, plain, exact, factor: float = 4) -> None:
+    """Assert that the largest error is at most `factor` times that of the plain computation, or a rounding per factor.
+
+    Args:
+        found: A tensor.
+        plain: The same, computed in the same dtype without the mechanism that is tested.
+        exact: The same in fp64.
+        factor: How much larger the error may be; the largest of two sets of errors of one kind differ by less than 4.
+    """
+    error, of_plain = (float((tensor.detach().double() - exact).abs().max()) for tensor in (found, plain))
+    allowed = factor * max(of_plain, rounding_error(exact, 1, plain.dtype))
+    assert error <= allowed, f"off by {error:.3g}; the plain computation is off by {of_plain:.3g}"

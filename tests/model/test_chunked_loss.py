@@ -11,7 +11,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from rounding import assert_same_up_to_rounding
+from rounding import assert_as_exact, assert_same_up_to_rounding
 from tiny_models import TEXTS, batch_of, config_of, tokenizer
 from trimtab.data.metrics import Metrics
 from trimtab.engine.engine import Engine
@@ -141,16 +141,21 @@ def test_the_kernel_alone(small_chunks, smoothing, bound, has_bias, at_most):
     def after(logits):
         return torch.tanh(logits / bound) * bound
 
-    logits = functional.linear(hidden, weight, bias)
-    logits = logits if bound is None else after(logits)
-    wanted = functional.cross_entropy(logits, labels, label_smoothing=smoothing, reduction="sum")
-    wanted_gradients = torch.autograd.grad(wanted * 3, inputs)
+    def plain(inputs):
+        logits = functional.linear(*inputs)
+        logits = logits if bound is None else after(logits)
+        loss = functional.cross_entropy(logits, labels, label_smoothing=smoothing, reduction="sum")
+        return logits, loss, torch.autograd.grad(loss * 3, inputs)
+
+    logits, wanted, plain_gradients = plain(inputs)
+    exact_gradients = plain([tensor.detach().double().requires_grad_() for tensor in inputs])[2]
     job = Job(smoothing, None if bound is None else after, counts_hits=True, at_most=at_most)
     total, hits = chunked_cross_entropy(hidden, weight, bias, labels, job)
     assert_same_up_to_rounding(total, wanted, num_roundings=16)
     assert int(hits) == int((logits.argmax(-1) == labels).sum())
-    for ours, theirs in zip(torch.autograd.grad(total * 3, inputs), wanted_gradients, strict=True):
-        torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=1e-5)  # of sums over 45 tokens, times 3
+    gradients = torch.autograd.grad(total * 3, inputs)
+    for ours, theirs, exact in zip(gradients, plain_gradients, exact_gradients, strict=True):
+        assert_as_exact(ours, theirs, exact)
 
 
 @pytest.mark.parametrize("trains", ["all", "blocks", "head"])
