@@ -103,7 +103,7 @@ SURFACE = {
     ],
     "predict": [
         *("--batch-size", "--column", "--device", "--max-new-tokens", "--out", "--overwrite", "--probabilities"),
-        *("--text", "FILE", "MODEL"),
+        *("--safe-csv", "--text", "FILE", "MODEL"),
     ],
     "distill": ["--device", "--fresh", "--json", "--out", "--quiet", "--resume", "--set", "RECIPE"],
     "quantize": [

@@ -69,6 +69,20 @@ def test_rows_come_back_as_they_were(tmp_path, suffix):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.csv", target.name]
 
 
+def test_formulas_of_spreadsheets(tmp_path):
+    texts = ["=1+1", "+a", "-a", "@a", "\tb", "-1.5", "a = b"]
+    source = write_csv(tmp_path / "in.csv", [["text", "=x"], *([text, "1"] for text in texts)])
+    loaded = loaded_of()
+    predict_file(loaded, source, tmp_path / "plain.csv")
+    assert [row["text"] for row in read_csv(tmp_path / "plain.csv")] == texts
+    predict_file(loaded, source, tmp_path / "safe.csv", safe_csv=True)
+    found = read_csv(tmp_path / "safe.csv")
+    assert [row["text"] for row in found] == ["'=1+1", "'+a", "'-a", "'@a", "'\tb", "-1.5", "a = b"]
+    assert "'=x" in found[0]
+    with pytest.raises(DataError, match="--safe-csv has no effect on .*out.jsonl"):
+        predict_file(loaded, source, tmp_path / "out.jsonl", safe_csv=True)
+
+
 def test_jsonl_keeps_types(tmp_path):
     rows = [{"review": text, "n": i, "tags": ["a", i], "extra": None} for i, text in enumerate(TEXTS)]
     source = tmp_path / "in.jsonl"

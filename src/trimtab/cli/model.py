@@ -21,6 +21,9 @@ def predict(
     column: Annotated[str | None, typer.Option(help="Column of the file with the text.")] = None,
     probabilities: Annotated[bool, typer.Option("--probabilities", help="Add each label's probability.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Overwrite the --out file if it exists.")] = False,
+    safe_csv: Annotated[
+        bool, typer.Option("--safe-csv", help="Write an apostrophe before cells that a spreadsheet would compute.")
+    ] = False,
     batch_size: Annotated[int, typer.Option(help="Rows per forward pass.")] = 32,
     max_new_tokens: Annotated[int, typer.Option(help="Maximum tokens to generate (causal models).")] = 100,
     device: Device = None,
@@ -36,23 +39,25 @@ def predict(
     where = find_device(device)
     sizes: dict[str, Any] = {"batch_size": batch_size, "max_new_tokens": max_new_tokens}
     if file is None:
-        if out is not None or column is not None or probabilities or overwrite:
-            raise RecipeError("--out, --column, --probabilities and --overwrite need a FILE, not --text", "remove them")
+        if out is not None or column is not None or probabilities or overwrite or safe_csv:
+            found = "--out, --column, --probabilities, --overwrite and --safe-csv need a FILE, not --text"
+            raise RecipeError(found, "remove them")
         echo(predict_text(load(model, device=where), str(text), max_new_tokens=max_new_tokens))
     elif str(file) == "-":
-        if out is not None or column is not None or overwrite:
+        if out is not None or column is not None or overwrite or safe_csv:
             raise RecipeError(
                 "stdin contains one text per line, and predictions go to stdout",
-                "remove --out, --column and --overwrite: trimtab predict MODEL - < texts.txt > predicted.jsonl",
+                "remove options of files: trimtab predict MODEL - < texts.txt > predicted.jsonl",
             )
         lines = predict_lines(load(model, device=where), _read_stdin(), probabilities=probabilities, **sizes)
         echo(lines, nl=False)
     elif out is None:
         raise RecipeError("--out is missing", f"--out {as_argument(f'{file.stem}-predicted.csv')}")
     else:
-        check_files(file, out, overwrite=overwrite)
+        output = {"overwrite": overwrite, "safe_csv": safe_csv}
+        check_files(file, out, **output)
         columns: dict[str, Any] = {"text": column, "probabilities": probabilities}
-        num_rows = predict_file(load(model, device=where), file, out, overwrite=overwrite, **columns, **sizes)
+        num_rows = predict_file(load(model, device=where), file, out, **output, **columns, **sizes)
         echo(f"{num_rows:,} rows written to {out}")
 
 

@@ -13,6 +13,7 @@ from trimtab.checkpoint.folder import refuse_impossible, write_file
 from trimtab.data.bad_rows import BadRows
 from trimtab.data.files import read_file
 from trimtab.data.rows import RowLocations, Rows
+from trimtab.data.tasks.labels import as_number
 from trimtab.errors import DataError, as_argument
 from trimtab.inference.classify import classify_texts, regress_texts
 from trimtab.inference.generate import generate_texts
@@ -21,6 +22,7 @@ from trimtab.inference.load import LoadedModel
 from trimtab.log import say
 
 _DELIMITERS = {".csv": ",", ".tsv": "\t"}
+_FORMULA = ("=", "+", "-", "@", "\t", "\r")
 _JSON_LINES = (".jsonl", ".ndjson")
 _PARQUET = ".parquet"
 
@@ -31,6 +33,7 @@ def predict_file(
     out_path: str | os.PathLike[str],
     *,
     overwrite: bool = False,
+    safe_csv: bool = False,
     **settings: Any,
 ) -> int:
     """Predict for every row of a file and write the rows, in order, with the predictions. The write is atomic.
@@ -40,26 +43,32 @@ def predict_file(
         in_path: A csv, tsv, jsonl, json, parquet or txt file.
         out_path: A csv, tsv, jsonl or parquet file.
         overwrite: Whether an existing output is replaced; otherwise it is an error.
+        safe_csv: Whether cells of a csv or tsv file that a spreadsheet would compute as formulas get an apostrophe.
         settings: Arguments of `predict_rows`.
 
     Returns:
         The number of rows.
     """
     source, target = Path(in_path), Path(out_path)
-    check_files(source, target, overwrite=overwrite)
+    check_files(source, target, overwrite=overwrite, safe_csv=safe_csv)
     rows = read_file(source, BadRows("stop"))  # numbers in csv stay text, so they are written unchanged
     columns = predict_rows(loaded, rows, **settings)
-    _write(target, columns)
+    _write(target, columns, safe_csv)
     return len(rows)
 
 
-def check_files(source: Path, target: Path, *, overwrite: bool) -> None:
+def check_files(source: Path, target: Path, *, overwrite: bool, safe_csv: bool = False) -> None:
     """Reject an output that cannot be written; cheap enough to call before a model is loaded."""
     refuse_impossible(target)
     kinds = (*_DELIMITERS, *_JSON_LINES, _PARQUET)
     if target.suffix.lower() not in kinds:
         raise DataError(
             f"predictions cannot be written to {target}", f"choose a file name that ends in {', '.join(kinds)}"
+        )
+    if safe_csv and target.suffix.lower() not in _DELIMITERS:
+        raise DataError(
+            f"--safe-csv has no effect on {target}: only csv and tsv files are opened by spreadsheets as text",
+            "remove --safe-csv (safe_csv=True)",
         )
     if not target.parent.is_dir():
         raise DataError(f"the folder of {target} does not exist", f"mkdir -p {as_argument(target.parent)}")
@@ -154,9 +163,9 @@ def _unused_name(name: str, taken: Sequence[str]) -> str:
     return candidate
 
 
-def _write(target: Path, columns: dict[str, list[Any]]) -> None:
+def _write(target: Path, columns: dict[str, list[Any]], safe_csv: bool) -> None:
     try:
-        write_file(target, _encode(target.suffix.lower(), columns))
+        write_file(target, _encode(target.suffix.lower(), columns, safe_csv))
     except OSError as error:
         raise DataError(
             f"{target} cannot be written: {error.strerror or error}",
@@ -164,15 +173,16 @@ def _write(target: Path, columns: dict[str, list[Any]]) -> None:
         ) from error
 
 
-def _encode(suffix: str, columns: dict[str, list[Any]]) -> bytes:
+def _encode(suffix: str, columns: dict[str, list[Any]], safe_csv: bool) -> bytes:
     if suffix == _PARQUET:
         return _parquet(columns)
     if suffix in _JSON_LINES:
         return _json_lines(columns).encode()
     buffer = io.StringIO(newline="")
     writer = csv.writer(buffer, delimiter=_DELIMITERS[suffix], lineterminator="\n")
-    writer.writerow(columns)
-    writer.writerows([_cell(value) for value in row] for row in zip(*columns.values(), strict=True))
+    shown = _without_formula if safe_csv else _cell
+    writer.writerow([shown(name) for name in columns])
+    writer.writerows([shown(value) for value in row] for row in zip(*columns.values(), strict=True))
     return buffer.getvalue().encode()
 
 
@@ -193,6 +203,13 @@ def _to_one_type(values: list[Any]) -> list[Any]:
     plain = [list(value) if isinstance(value, tuple) else value for value in values]
     kinds = {type(value) for value in plain if value is not None}
     return plain if len(kinds) <= 1 or kinds == {int, float} else [None if v is None else str(v) for v in plain]
+
+
+def _without_formula(value: Any) -> Any:
+    """Return a cell that no spreadsheet computes: text that begins like a formula gets an apostrophe."""
+    cell = _cell(value)
+    is_formula = isinstance(cell, str) and cell.startswith(_FORMULA) and as_number(cell) is None
+    return f"'{cell}" if is_formula else cell
 
 
 def _cell(value: Any) -> Any:
