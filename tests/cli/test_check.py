@@ -4,6 +4,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from tiny_runs import reviews, tiny_config, write_csv
 from trimtab.build.recipe_check import missing_parts
@@ -130,3 +131,10 @@ def test_metrics_of_another_task(bert, task):
     found = problems(bert, "{train: reviews.csv}", *more)
     assert [line.split(": ")[1] for line in found] == ["checkpoint.best", "early_stopping.metric"]
     assert all(f"no such metric for task {task}; allowed: {', '.join(metrics_of_task(task))}" in line for line in found)
+
+
+def test_a_precision_that_is_emulated_here_is_reported(bert, monkeypatch, caplog):
+    caplog.set_level("INFO", logger="trimtab")
+    monkeypatch.setattr("trimtab.build.recipe_check.find_device", lambda: torch.device("cpu"))
+    assert problems(bert, "{train: reviews.csv}", "train: {precision: fp16}") == []
+    assert "fp16 is emulated on this CPU: correct, but many times slower than fp32" in caplog.text

@@ -173,7 +173,7 @@ def test_resume_is_verified(command, fork_server, monkeypatch, start):
 def test_a_mistake_found_while_resume_is_verified(command, fork_server, monkeypatch):
     """It is found in a subprocess, and printed as one message like any other."""
     monkeypatch.setattr("trimtab.commands.verify_resume.subprocess", fork_server)
-    code, out, err = command("check", "recipe.yaml", "--resume", "--set", "data.text=nothing")
+    code, out, err = command("check", "recipe.yaml", "--resume", "--set", "train.freeze.nothing=always")
     assert code == 2, out + err
     assert "nothing" in err
     assert "cure: " in err
