@@ -52,6 +52,7 @@ class Script:
     path: str
     arguments: list[str] = field(default_factory=list)
     is_diffusers: bool = False
+    replaced: tuple[str, ...] = ("", "")  # a second change, if it is what docs/accelerate.md asks for
 
 
 _T = "transformers/examples/pytorch"
@@ -70,9 +71,16 @@ def _scripts() -> dict[str, Script]:
     def one(path: str, text: str) -> Script:
         return Script(f"{_T}/{path}_no_trainer.py", text.split())
 
-    def two(path: str, text: str) -> Script:
-        return Script(f"diffusers/examples/{path}.py", text.split(), is_diffusers=True)
+    def two(path: str, text: str, *replaced: str) -> Script:
+        return Script(f"diffusers/examples/{path}.py", text.split(), is_diffusers=True, replaced=replaced or ("", ""))
 
+    unconditional = (
+        "unconditional_image_generation/train_unconditional",
+        "--model_config_name_or_path {unet} --train_data_dir {flat} --resolution 16 --train_batch_size 2 "
+        "--num_epochs 2 --mixed_precision no --checkpointing_steps {every} --learning_rate 1e-3 "
+        "--logger tensorboard --ddpm_num_steps 10 --ddpm_num_inference_steps 2 "
+        "--save_images_epochs 99 --save_model_epochs 99",
+    )
     return {
         "glue": one("text-classification/run_glue", f"{_TEXT} --train_file {{csv}} --validation_file {{csv}}"),
         "clm": one("language-modeling/run_clm", f"{_TEXT} {_LM} --block_size 8".replace("{bert}", "{gpt2}")),
@@ -121,13 +129,8 @@ def _scripts() -> dict[str, Script]:
         ),
         "text to image": two("text_to_image/train_text_to_image", f"{_SD} --train_data_dir {{captions}}"),
         "text to image, LoRA": two("text_to_image/train_text_to_image_lora", f"{_SD} --train_data_dir {{captions}}"),
-        "unconditional": two(
-            "unconditional_image_generation/train_unconditional",
-            "--model_config_name_or_path {unet} --train_data_dir {flat} --resolution 16 --train_batch_size 2 "
-            "--num_epochs 2 --mixed_precision no --checkpointing_steps {every} --learning_rate 1e-3 "
-            "--logger tensorboard --ddpm_num_steps 10 --ddpm_num_inference_steps 2 "
-            "--save_images_epochs 99 --save_model_epochs 99",
-        ),
+        "unconditional": two(*unconditional),
+        "unconditional, without skipping by hand": two(*unconditional, "step < resume_step", "False"),
     }
 
 
@@ -262,7 +265,8 @@ def _make_vision(folder: Path, made: dict[str, Path]) -> None:
         "height": [20] * 20,
         "objects": found,
     }
-    Dataset.from_dict(columns, features).to_parquet(made["objects"] / "train.parquet")
+    for part in ("train", "test"):
+        Dataset.from_dict(columns, features).to_parquet(made["objects"] / f"{part}.parquet")
     features = Features({"image": Image(), "conditioning": Image(), "text": Value("string")})
     texts = [row["text"] for row in captions]
     rows = {"image": pictures, "conditioning": pictures, "text": texts}
@@ -374,7 +378,9 @@ class Run:
     def folder(self) -> str:
         """The folder of its results."""
         kind = "resumed" if self.resumes else "whole"
-        return f"{self.name}-{self.library}-{self.accumulation}-{self.num_processes}-{kind}".replace(" ", "-")
+        return f"{self.name}-{self.library}-{self.accumulation}-{self.num_processes}-{kind}".replace(" ", "-").replace(
+            ",", ""
+        )
 
 
 def with_import(source: str, library: str) -> str:
@@ -423,7 +429,8 @@ def execute(script: Script, run: Run, root: Path, out: Path, files: dict[str, st
     module.__file__ = str(path)
     sys.modules["__main__"] = module
     models: list[torch.nn.Module] = []
-    exec(compile(with_import(path.read_text(), run.library), str(path), "exec"), module.__dict__)
+    source = with_import(path.read_text().replace(*script.replaced), run.library)
+    exec(compile(source, str(path), "exec"), module.__dict__)
     for engine in {id(one): one for one in seen}.values():
         models += [engine.unwrap_model(model) for model in engine._models]
     weights = {f"{n}.{name}": p.detach() for n, model in enumerate(models) for name, p in model.named_parameters()}

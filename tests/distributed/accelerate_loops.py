@@ -241,7 +241,7 @@ def masked_words(
 
 
 def saves_on_the_main_process(library: ModuleType, accelerator: Any, folder: Path) -> dict[str, Any]:
-    """`if accelerator.is_main_process: accelerator.save_state(…)`, as in diffusers' scripts, and a resume."""
+    """`if accelerator.is_main_process: accelerator.save_state(…)` with hooks, as diffusers' scripts do it, resumed."""
 
     def train(resumes: bool) -> dict[str, torch.Tensor]:
         importlib.import_module(f"{folder.name}.utils").set_seed(6)
@@ -249,6 +249,14 @@ def saves_on_the_main_process(library: ModuleType, accelerator: Any, folder: Pat
         rows = torch.randn(24, 3, generator=torch.Generator().manual_seed(3))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(rows, batch_size=2, shuffle=True))
+        hooks = [
+            accelerator.register_save_state_pre_hook(
+                lambda models, weights, saved: torch.save(weights.pop(), Path(saved, "hook.pt"))
+            ),
+            accelerator.register_load_state_pre_hook(
+                lambda models, saved: models.pop().load_state_dict(torch.load(Path(saved, "hook.pt")))
+            ),
+        ]
         if resumes:
             accelerator.load_state(folder / "alone")
         for epoch in range(2):
@@ -261,6 +269,8 @@ def saves_on_the_main_process(library: ModuleType, accelerator: Any, folder: Pat
         accelerator.wait_for_everyone()
         ended = weights_of(accelerator, model)
         accelerator.free_memory()
+        for hook in hooks:
+            hook.remove()
         return ended
 
     ended = train(resumes=False)

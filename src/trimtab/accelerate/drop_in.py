@@ -24,6 +24,7 @@ from trimtab.engine.engine import Engine
 from trimtab.engine.loss_scaler import Scaler
 from trimtab.engine.prepared_loader import PreparedLoader
 from trimtab.engine.prepared_optimizer import PreparedOptimizer
+from trimtab.engine.prepared_parts import unwrap
 from trimtab.errors import RecipeError
 
 _SAVE_MEMORY = "leave it out; Engine(memory_budget=…) saves memory instead"
@@ -171,6 +172,10 @@ class Accelerator(Engine):
         """Prepare one optimizer."""
         return super().prepare_optimizer(optimizer)
 
+    def _own_models(self) -> list[torch.nn.Module]:
+        """Return the models as hooks get them: without wrappers."""
+        return [unwrap(model) for model in self._models]
+
     def register_save_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
         """Call `hook(models, weights, folder)` in `save_state`; weights that it removes are saved anyway."""
         return registered(self._save_hooks, hook)
@@ -202,7 +207,7 @@ class Accelerator(Engine):
         same = self.num_processes == 1 or self._gradients.are_same_everywhere
         with (
             nullcontext() if same else self._gradients.window_set_aside(),
-            folder_with_hooks(self._save_hooks, self._models, Path(output_dir), self.is_main_process) as folder,
+            folder_with_hooks(self._save_hooks, self._own_models(), Path(output_dir), self.is_main_process) as folder,
         ):
             self._saved_state.save(folder, may_be_alone=True)
         config.iteration += 1
@@ -217,7 +222,7 @@ class Accelerator(Engine):
                 "load_state() without a folder is not supported", "pass one: accelerator.load_state(FOLDER)"
             )
         _refuse_unless(not load_kwargs, "load_state(load_kwargs=…)", "leave it out")
-        models = list(self._models)
+        models = self._own_models()
         for hook in self._load_hooks.values():
             hook(models, str(input_dir))
         super().load_state(checkpoint_in(Path(input_dir)) if isinstance(input_dir, str | Path) else input_dir)
