@@ -26,6 +26,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 import product_order
+from time_limits import pytest_runtest_setup, pytest_xdist_make_scheduler  # noqa: F401  hooks
 from trimtab import log
 from trimtab.hardware.inventory import describe_slow_precision
 
