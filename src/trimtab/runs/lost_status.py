@@ -16,6 +16,25 @@ RESTORING = ".restoring"  # exists while a mirror is being copied back into a ru
 _PROCESS_KEYS = ("path", "state", "step", "saved_step", "pid", "host", "updated", "error")
 
 
+_LARGEST = 2**53
+_KINDS: dict[str, tuple[type, ...]] = {  # of values in run.json, which others may have edited; None is allowed for each
+    **dict.fromkeys(("id", "path", "directory", "host", "job", "error", "recipe_checksum", "metric_name"), (str,)),
+    **dict.fromkeys(("step", "num_steps", "saved_step", "best_step", "pid"), (int,)),
+    **dict.fromkeys(("started", "updated", "best_metric"), (int, float)),
+    **dict.fromkeys(("best_files", "model_source"), (dict,)),
+}
+
+
+def wrong_keys(status: dict[str, Any]) -> list[str]:
+    """Return the keys of `run.json`, or of its copy in a checkpoint, whose values a run cannot have written."""
+    return [key for key, kinds in _KINDS.items() if status.get(key) is not None and not _fits(status[key], kinds)]
+
+
+def _fits(value: Any, kinds: tuple[type, ...]) -> bool:
+    is_number = isinstance(value, int | float)
+    return type(value) in kinds and (not is_number or value != value or abs(value) < _LARGEST)
+
+
 def run_facts(status: dict[str, Any]) -> dict[str, Any]:
     """Return the part of `run.json` that describes the run rather than the process; checkpoints keep a copy."""
     return {key: value for key, value in status.items() if key not in _PROCESS_KEYS}
@@ -38,7 +57,9 @@ def rebuild_status(path: Path) -> dict[str, Any] | None:
     if not saved:
         return None
     newest = (valid or saved)[-1]
-    known = newest.facts.get("run", {})
+    saved_facts = newest.facts.get("run")
+    known = saved_facts if isinstance(saved_facts, dict) else {}
+    known = {key: value for key, value in known.items() if key not in wrong_keys(known)}
     if not (known or (path / RECIPE).exists() or (path / JOURNAL).exists()):
         return None  # checkpoints of the user's own loop, which has no run.json
     lines = _journal_lines(path / JOURNAL)

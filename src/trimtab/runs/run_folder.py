@@ -25,7 +25,7 @@ from trimtab.log import log_info_once, say
 from trimtab.runs.journal import JOURNAL, Journal, JournalMark, first_line_end
 from trimtab.runs.lock import LOCK, RunLock, lock_holder
 from trimtab.runs.lost_status import CHECKPOINTS as CHECKPOINTS
-from trimtab.runs.lost_status import RECIPE, rebuild_status, run_facts
+from trimtab.runs.lost_status import RECIPE, rebuild_status, run_facts, wrong_keys
 from trimtab.runs.tracking_file import is_tracked, sent_bytes, upload_lock
 from trimtab.runs.uploader import NoUploader, Uploader
 
@@ -204,7 +204,7 @@ class RunFolder:
                     self._journal.reopen(mark, step, sent)
             except OSError as error:
                 raise _write_error(self.path / JOURNAL, error) from error
-        if not os.path.isdir(self._status.get("directory", "")):  # a new run, or one that was moved with its files
+        if not os.path.isdir(self._status.get("directory") or ""):  # a new run, or one that was moved with its files
             self._status["directory"] = str(Path.cwd())
         self.update(step=step, num_steps=max(num_steps, step), pid=os.getpid(), host=socket.gethostname())
 
@@ -344,8 +344,8 @@ def read_status(path: Path) -> dict[str, Any] | None:
         return None
     if not isinstance(status, dict) or status.get("state") not in _STATES:
         return None
-    numbers = [status.get(name, 0) for name in ("step", "num_steps", "started")]
-    return status if all(isinstance(number, int | float) for number in numbers) else None
+    required = [status.get(name, 0) for name in ("step", "num_steps", "started")]
+    return None if wrong_keys(status) or None in required else status
 
 
 def find_run(path: Path) -> dict[str, Any] | None:
