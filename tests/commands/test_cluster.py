@@ -321,6 +321,8 @@ def test_wrong_requests_are_refused(own_folder, tiny, data):
         cluster(source, own_folder / "out", ClusterSettings(), train_steps=3)
     with pytest.raises(RecipeError, match="--bits 9"):
         ClusterSettings(bits=9)
+    with pytest.raises(RecipeError, match="--scale-block 999999999 is not valid"):
+        ClusterSettings(scale_block=999_999_999)
     done = cluster(source, own_folder / "out", ClusterSettings())
     with pytest.raises(ModelError, match="already clustered"):
         cluster(done.folder, own_folder / "again", ClusterSettings())

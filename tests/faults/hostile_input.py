@@ -1,7 +1,7 @@
 """Calls of the command line on hostile input, and values to damage files with; shared by the `test_hostile_*` files.
 
 A call runs in a process with limited memory and time. It is clean if it ends with an exit code of `errors.py` and
-without a traceback.
+without a traceback. The tests use fixed seeds; TRIMTAB_FUZZ_SEED and TRIMTAB_FUZZ_COUNT choose others by hand.
 """
 
 import copy
@@ -49,7 +49,9 @@ class Call:
         return None
 
 
-def run_all(server: Any, calls: Iterator[Call], check: Callable[[Call], str | None] = lambda _: None) -> int:
+def run_all(
+    server: Any, calls: Iterator[Call], check: Callable[[Call], str | None] = lambda _: None, cwd: Path | None = None
+) -> int:
     """Run calls, two at a time; return their number, and fail with every problem found."""
     problems: list[str] = []
     running: list[Call] = []
@@ -62,7 +64,7 @@ def run_all(server: Any, calls: Iterator[Call], check: Callable[[Call], str | No
             problems.append(found)
 
     for call in calls:
-        call.child = server.start("hostile_input:run", words=call.words, is_one_file=False)
+        call.child = server.start("hostile_input:run", words=call.words, is_one_file=False, cwd=cwd)
         running.append(call)
         count += 1
         if len(running) == 2:

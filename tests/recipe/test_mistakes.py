@@ -168,6 +168,8 @@ def test_unknown_keys(values, line):
         ({"model": 5}, ["found 5", "a Hub name, a folder or a run"]),
         ({"model": None}, ["required, but null"]),
         ({"limits": {"train": 1.0}}, ["which is ambiguous: 1, or 100%"]),
+        ({"train": {"batch_size": 2**63}}, ["found 9223372036854775808, which is more than 1.09951e+12"]),
+        ({"adapter": {"kind": "lora", "alpha": 1e300}}, ["adapter.alpha: found 1e+300, which is more than 1e+30"]),
         ({"train": {"lr": "x" * 500}}, ["found 'xxx", " …; allowed"]),
     ],
 )
