@@ -60,6 +60,22 @@ def test_import_is_light(module, allowed):
     assert set(fresh_python(code).split()) - sys.stdlib_module_names - allowed == {"trimtab"}
 
 
+@pytest.mark.parametrize(
+    ("variable", "torch_is_loaded", "expected"),
+    [("", False, "1000"), ("GOMP_SPINCOUNT", False, "7"), ("OMP_WAIT_POLICY", False, "None"), ("", True, "None")],
+)
+def test_threads_do_not_spin_unless_the_user_says_so(variable, torch_is_loaded, expected):
+    code = (
+        "import os, sys, types\n"
+        "for name in ('GOMP_SPINCOUNT', 'OMP_WAIT_POLICY'): os.environ.pop(name, None)\n"
+        f"if {variable!r}: os.environ[{variable!r}] = '7'\n"
+        f"if {torch_is_loaded}: sys.modules['torch'] = types.ModuleType('torch')\n"
+        "import trimtab\n"
+        "print(os.environ.get('GOMP_SPINCOUNT'))"
+    )
+    assert fresh_python(code).strip() == expected
+
+
 def test_help_imports_nothing_heavy():
     code = (
         "import sys; sys.argv = ['trimtab', '--help']\n"

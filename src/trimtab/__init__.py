@@ -3,10 +3,17 @@
 Importing this package is cheap: each public name imports its module at its first use.
 """
 
+import os
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
+
+# Threads of torch's matrix products spin at each barrier, for milliseconds: next to other busy programs most of their
+# time is lost so. OpenMP reads this when torch is loaded; subprocesses inherit it. The user's own setting is kept.
+if "torch" not in sys.modules and "OMP_WAIT_POLICY" not in os.environ:
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 _HOMES = {
     "Engine": "trimtab.engine.engine",
