@@ -1,5 +1,6 @@
 """The command line: every command and option, what each command prints, and the exit codes."""
 
+import contextlib
 import csv
 import errno
 import io
@@ -8,6 +9,7 @@ import logging
 import re
 import shlex
 import signal
+import sqlite3
 import subprocess
 import sys
 import types
@@ -804,3 +806,36 @@ def test_names_with_a_null_character(trimtab_command, own_folder):
     code, _, err = trimtab_command("check", "r.yaml")
     assert code == 2
     assert err.count("contains a null character") == 5
+
+
+def test_damaged_files_of_a_run_and_odd_folders_end_in_one_message(trimtab, trained, own_folder, monkeypatch, caplog):
+    caplog.set_level("INFO", logger="trimtab")
+    with Path(trained, "recipe.yaml").open("ab") as recipe:
+        recipe.write(b"# \xff\n")
+    assert trimtab("report", trained).code == 0
+    for facts in ({"data": 7}, {"held_out": 7}):
+        Path(trained, "report.json").write_text(json.dumps(facts))
+        caplog.clear()
+        assert trimtab("report", trained).code == 0
+        assert "report.json is damaged" in caplog.text
+    Path("loop").symlink_to("loop")
+    done = trimtab("resume", "loop")
+    assert (done.code, "Too many levels of symbolic links" in done.err) == (1, True)
+    Path("gone").mkdir()
+    with monkeypatch.context() as patch:
+        patch.chdir("gone")
+        Path("../gone").rmdir()
+        done = trimtab("runs")
+        assert (done.code, "the current folder does not exist any more" in done.err) == (2, True)
+
+
+def test_a_damaged_or_locked_tracking_store(trimtab, own_folder, monkeypatch):
+    monkeypatch.setattr("trimtab.tracking.mlflow.uri._LOCKED_S", 0.01)
+    with contextlib.closing(sqlite3.connect("store.db", isolation_level=None)) as store:
+        store.execute("CREATE TABLE runs (id)")
+        store.execute("BEGIN EXCLUSIVE")
+        locked = trimtab("best", "imdb", "--uri", "sqlite:///store.db")
+    assert (locked.code, "database is locked" in locked.err) == (2, True)
+    Path("store.db").write_bytes(b"no database" * 500)
+    damaged = trimtab("best", "imdb", "--uri", "sqlite:///store.db")
+    assert (damaged.code, "the tracking store store.db is damaged" in damaged.err) == (2, True)

@@ -103,6 +103,7 @@ def test_a_command_that_ends_early_leaves_nothing_partial(stage, home, tmp_path,
         else:
             assert code in (0, 75, 130, -number), (where, said[-3000:])
         assert not [path for path in names() if "writing" in path], (where, said[-3000:])
-        assert not list(temporary.iterdir()), (where, said[-3000:])
+        ours = [path.name for path in temporary.iterdir() if path.name != ".ses"]  # that is a file of ONNX Runtime
+        assert not ours, (where, said[-3000:])
         if name not in KEEPS:
             assert names() in (set(), whole), (where, said[-3000:])

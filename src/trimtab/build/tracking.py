@@ -22,7 +22,7 @@ from trimtab.runs.tracking_file import RunDescription, Tracking, upload_lock
 from trimtab.runs.uploader import NoUploader, Uploader
 from trimtab.tracking.mlflow.origin_tags import origin_tags
 from trimtab.tracking.mlflow.server import describe_failure, mlflow_environment
-from trimtab.tracking.mlflow.uri import check_address, tracking_uri
+from trimtab.tracking.mlflow.uri import check_address, check_store, tracking_uri
 from trimtab.tracking.upload.run_upload import flatten_params, upload_run
 from trimtab.tracking.upload.uploader import MlflowUploader
 
@@ -109,6 +109,7 @@ def sync_run(folder: Path, to: str | None = None) -> str:
             add_address(folder, uri)
         if uri is None:
             raise RecipeError(f"{folder} is not tracked", "pass a server: --to http://…, or --to local")
+        check_store(uri)
         try:
             with mlflow_environment(uri):
                 troubles = upload_run(tracking, uri, say)

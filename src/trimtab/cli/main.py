@@ -5,6 +5,7 @@ happen inside them, which keeps `trimtab --help` fast.
 """
 
 import errno
+import os
 import shlex
 import signal
 import sys
@@ -92,6 +93,7 @@ def main() -> None:
 
 def _run() -> None:
     try:
+        _check_current_folder()
         app()
     except Stopped as stopped:
         _print_error(str(stopped))
@@ -111,6 +113,8 @@ def _run() -> None:
             problem = path_problem(place or "") or error.strerror
             _print_error(f"error: {redact(place or 'a path')}: {problem}\n  cure: shorten it")
             sys.exit(RecipeError.exit_code)
+        elif error.errno in (errno.ELOOP, errno.ENAMETOOLONG):
+            cure = "pass another path"
         else:
             raise
         _print_error(f"error: {place or 'the output disk'}: {error.strerror}\n  cure: {cure}")
@@ -121,6 +125,14 @@ def _run() -> None:
             raise
         _print_error(f"error: {failure}", fg="red" if sys.stderr.isatty() else None)
         sys.exit(failure.exit_code)
+
+
+def _check_current_folder() -> None:
+    """Refuse a current folder that was deleted: libraries of torch end the process there without an exception."""
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise RecipeError(f"the current folder does not exist any more: {error.strerror}", "cd FOLDER") from error
 
 
 def _end_rank() -> None:

@@ -2,13 +2,15 @@
 
 import contextlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from trimtab.checkpoint.disk_errors import cure_for_os_error
 from trimtab.checkpoint.folder import write_file
 from trimtab.errors import RecipeError
+from trimtab.log import say
 from trimtab.report.page.document import MARK, PAGE
-from trimtab.report.page.run_files import read_run
+from trimtab.report.page.run_files import FACTS, read_run
 from trimtab.report.page.run_page import run_page
 from trimtab.report.page.runs_page import runs_page
 from trimtab.report.serve import report_server
@@ -17,7 +19,15 @@ from trimtab.report.serve import report_server
 def make_page(runs: Sequence[Path], tag: str | None = None) -> str:
     """Return the page of a run, or of several runs side by side."""
     found = [read_run(run) for run in runs]
-    return run_page(found[0], tag) if len(found) == 1 else runs_page(found, tag)
+    if len(found) > 1:
+        return runs_page(found, tag)
+    try:
+        return run_page(found[0], tag)
+    except (LookupError, TypeError, AttributeError, ValueError):  # other parts of the page need only the other files
+        if not found[0].facts:
+            raise
+        say(f"{found[0].path / FACTS} is damaged: what it describes is left out of the report")
+        return run_page(replace(found[0], facts={}), tag)
 
 
 def write_page(runs: Sequence[Path], out: Path | None = None) -> Path:

@@ -143,7 +143,7 @@ def is_number(value: Any) -> bool:
 def read_recipe(path: Path) -> tuple[RecipeValue, ...]:
     """Read the values of a recipe that a run wrote, with the origins in its comments."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return ()
     found, outer = [], ""

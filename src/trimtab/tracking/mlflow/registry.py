@@ -26,7 +26,7 @@ from trimtab.tracking.mlflow.best_model import ALIAS, NOT_FOUND, WEIGHTS, digest
 from trimtab.tracking.mlflow.model_folder import MODEL
 from trimtab.tracking.mlflow.ranking import Ranking, all_pages, rank_experiment, suggest_names
 from trimtab.tracking.mlflow.server import check_reachable, describe_failure, is_databricks, mlflow_environment
-from trimtab.tracking.mlflow.uri import check_address, default_uri, sqlite_file
+from trimtab.tracking.mlflow.uri import check_address, check_store, default_uri, sqlite_file
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -171,6 +171,7 @@ def _server(uri: str | None) -> Iterator[tuple["MlflowClient", str]]:
         raise RecipeError(
             f"there is no tracking store {path}", f"{cure}; or --uri ADDRESS, or MLFLOW_TRACKING_URI, for a server"
         )
+    check_store(address)
     with mlflow_environment(address), quiet_package("mlflow"):
         from mlflow import MlflowClient
         from mlflow.exceptions import MlflowException

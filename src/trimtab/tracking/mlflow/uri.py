@@ -1,14 +1,17 @@
 """Decide which MLflow store a run is uploaded to; `local` means a sqlite file next to the runs."""
 
+import contextlib
 import os
 import re
+import sqlite3
 from collections.abc import Callable
 from pathlib import Path
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 from trimtab.addresses import redact
-from trimtab.errors import RecipeError
+from trimtab.errors import ModelError, RecipeError
 
+_LOCKED_S = 5.0  # how long to wait for another program
 RUNS = "runs"  # default parent of run folders
 _STORE = "mlflow.db"
 _ARTIFACTS = "mlartifacts"
@@ -81,6 +84,26 @@ def sqlite_file(uri: str) -> Path | None:
     """Return the file of a sqlite address; None for any other address."""
     found = _SQLITE.fullmatch(uri)
     return None if found is None or found["path"] == ":memory:" else Path(found["path"])
+
+
+def check_store(uri: str) -> None:
+    """Refuse a sqlite file that is damaged or locked: MLflow would try for a minute, then fail with a traceback.
+
+    Raises:
+        ModelError: It cannot be read.
+    """
+    path = sqlite_file(uri)
+    if path is None or not path.is_file():
+        return
+    address = f"file:{quote(str(path.absolute()))}?mode=ro"
+    try:
+        with contextlib.closing(sqlite3.connect(address, uri=True, timeout=_LOCKED_S)) as store:
+            store.execute("SELECT * FROM sqlite_master").fetchall()
+    except sqlite3.OperationalError as error:
+        raise ModelError(f"the tracking store {path} cannot be read: {error}", "end what uses it; try again") from error
+    except sqlite3.DatabaseError as error:
+        cure = "restore it from a copy, or upload each run to a new one: trimtab track sync RUN --to sqlite:///NEW.db"
+        raise ModelError(f"the tracking store {path} is damaged: {error}", cure) from error
 
 
 def with_sqlite_file(uri: str, change: Callable[[Path], Path]) -> str:
