@@ -41,7 +41,7 @@ for _operator in ("nms", "qnms"):
 
 WORDS = ["red", "green", "blue", "warm", "cold", "old", "new", "tall", "small", "quick", "slow", "bright", "dark"]
 SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
-NUM_STEPS_SAVED = 3  # a checkpoint after this many optimizer steps is in the middle of an epoch
+NUM_STEPS_SAVED = 2  # a checkpoint after this many optimizer steps is in the middle of an epoch, also on two processes
 TIMEOUT_S = 240
 
 
@@ -254,10 +254,10 @@ def _make_vision(folder: Path, made: dict[str, Path]) -> None:
     Dataset.from_dict({"image": pictures, "label": mask}, features).to_parquet(made["masks"] / "train.parquet")
     made["objects"] = folder / "objects"
     made["objects"].mkdir()
-    boxes = {"id": Value("int64"), "area": Value("int64"), "bbox": List(Value("float32"), 4)}
+    boxes = {"id": List(Value("int64")), "area": List(Value("int64")), "bbox": List(List(Value("float32"), 4))}
     kinds = {"image_id": Value("int64"), "image": Image(), "width": Value("int64"), "height": Value("int64")}
-    features = Features({**kinds, "objects": List({**boxes, "category": ClassLabel(names=["a", "b"])})})
-    found = [[{"id": n, "area": 60, "bbox": [2.0, 3.0, 10.0, 6.0], "category": n % 2}] for n in range(20)]
+    features = Features({**kinds, "objects": {**boxes, "category": List(ClassLabel(names=["a", "b"]))}})
+    found = [{"id": [n], "area": [60], "bbox": [[2.0, 3.0, 10.0, 6.0]], "category": [n % 2]} for n in range(20)]
     columns = {
         "image_id": list(range(20)),
         "image": pictures,
