@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 import random
 import weakref
 
@@ -524,7 +525,9 @@ def test_a_rehearsal_changes_nothing(train, tiny, sections):
     assert not any("preflight_peak_bytes" in line for line in lines_of(plain.folder))
     last = lines_of(looked.folder)[-1]
     assert last["step"] == 4
-    assert 0 < last["preflight_peak_bytes"] <= last["peak_memory_bytes"]
+    num_cpus = os.cpu_count() or 1
+    counted_late = 2 * num_cpus * max(32, 2 * num_cpus) * os.sysconf("SC_PAGE_SIZE")  # by Linux, of resident memory
+    assert 0 < last["preflight_peak_bytes"] <= last["peak_memory_bytes"] + counted_late
 
 
 def test_the_worst_batch_is_what_is_tried(train, monkeypatch):

@@ -1,6 +1,7 @@
 """The position of a run in its training data: which rows follow a step, however they are split into micro-batches."""
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from itertools import chain, islice
 from typing import Any
 
@@ -45,9 +46,10 @@ class DataPosition:
         sampler = self._batches.batch_sampler
         sampler.set_epoch(epoch)  # it determines the sizes; the loader itself sets it with its first batch
         micro_batches = iter(self._batches)
-        if self._is_retry:
-            with preserve_host_random_state():  # the first batch starts the loader, which draws a random number
-                micro_batches = chain(list(islice(micro_batches, 1)), micro_batches)
+        # The first batch starts the loader, which draws a random number and the order of all processes: before a step
+        # begins, which another process may take back.
+        with preserve_host_random_state() if self._is_retry else nullcontext():
+            micro_batches = chain(list(islice(micro_batches, 1)), micro_batches)
         self._is_retry = False
         for size in sampler.window_sizes()[num_done:]:
             yield size, islice(micro_batches, size)
