@@ -60,6 +60,11 @@ ENDS = {
     "terminated": -signal.SIGTERM,
 }
 
+ERRORS = {
+    **dict.fromkeys(("raised", "globals_raised"), "ValueError: no good"),
+    **dict.fromkeys(("interrupted", "interrupted_in_backward"), "KeyboardInterrupt"),
+}
+
 
 def ended_training(engine, model):
     engine.end_training()

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
-from group_ends import ENDS
+from group_ends import ENDS, ERRORS
 from launching import start_together
 
 from trimtab.distributed import gloo_threads
@@ -86,4 +86,5 @@ def test_no_end_of_a_loop_hangs(fork_server, tmp_path, end):
             for child in children:
                 assert child.wait(100) == ENDS[end], child.said
                 assert "Exception ignored" not in child.said
+                assert ERRORS.get(end, "") in child.said
             children.clear()
