@@ -39,16 +39,22 @@ def whole(stage):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("rank", "at", "codes", "from_step"),
-    [(0, "saved 15; die", [-signal.SIGKILL, 1], 15), (1, "signal SIGUSR1", [75, 75], 17)],
-    ids=["killed", "stopped"],
+    ("rank", "fault", "codes", "from_step"),
+    [
+        (0, {"at": {"17": "saved 15; die"}}, [-signal.SIGKILL, 1], 15),
+        (0, {"at": {"16": "saved 15"}, "dies_in_evaluation": 3}, [-signal.SIGKILL, 1], 15),
+        (1, {"at": {"16": "saved 15"}, "dies_in_evaluation": 2}, [1, -signal.SIGKILL], 15),
+        (1, {"at": {"17": "signal SIGUSR1"}}, [75, 75], 17),
+    ],
+    ids=["killed", "the first killed in an evaluation", "the second killed in an evaluation", "stopped"],
 )
-def test_one_of_them_is_killed_or_stopped(stage, whole, rank, at, codes, from_step):
+def test_one_of_them_is_killed_or_stopped(stage, whole, rank, fault, codes, from_step):
     """The other ends as well, and names a rank that died; started again, both resume, to the same bits."""
     recipe = stage.recipe()
-    started = stage.train_together(recipe, {rank: {"at": {"17": at}}})
+    started = stage.train_together(recipe, {rank: fault})
     assert [child.wait() for child in started] == codes, [child.said for child in started]
-    assert "rank 0" in started[1].said or codes[1] != 1
+    for code, child in zip(codes, started, strict=True):
+        assert code != 1 or (f"PeerError: rank {rank} " in child.said and "Traceback" not in child.said), child.said
     assert saved_steps(recipe["out"])[-1] == from_step
     assert goes_on_from(stage.finish_together(recipe)) == from_step
     assert_same_end(recipe["out"], whole)
