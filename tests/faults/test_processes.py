@@ -60,6 +60,15 @@ def test_one_of_them_is_killed_or_stopped(stage, whole, rank, fault, codes, from
     assert_same_end(recipe["out"], whole)
 
 
+@pytest.mark.slow
+def test_clocks_that_are_set_by_hours(stage, whole):
+    """On one forwards, on the other back: nobody is taken for lost, and no limit or interval in hours is over."""
+    recipe = stage.recipe(train={"max_time": "1h"}, checkpoint={"every": "1h"})
+    stage.finish_together(recipe, {0: {"at": {"8": "clock 10800"}}, 1: {"at": {"8": "clock -10800"}}})
+    assert saved_steps(recipe["out"]) == [NUM_STEPS]
+    assert_same_end(recipe["out"], whole)
+
+
 # plain SGD without dropout: AdamW makes large steps of what rounding leaves of a gradient that should be zero
 PLAIN = {"model": "no-dropout", "train": {"optimizer": "sgd", "lr": 0.2, "momentum": 0.5, "freeze": {}, "log_every": 4}}
 

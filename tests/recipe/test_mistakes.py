@@ -164,6 +164,11 @@ def test_unknown_keys(values, line):
         ({"memory": {"padding": "nothing"}}, ["memory.padding: found 'nothing'; allowed: auto | longest | none"]),
         ({"memory": {"micro_batch_tokens": 0}}, ["memory.micro_batch_tokens: found 0", "a whole number from 1"]),
         ({"name": 2024}, ["put text in quotes: '2024'"]),
+        (
+            {"name": "ü名\n前"},
+            [r"found 'ü名\n前', which contains line breaks", "allowed: one line of text"],
+        ),
+        ({"track": {"experiment": "a\x1b[2J"}}, ["contains line breaks or other control characters"]),
         ({"data": {"train": "x", "label": True}}, ["found true", "a column, or a list of columns"]),
         ({"model": 5}, ["found 5", "a Hub name, a folder or a run"]),
         ({"model": None}, ["required, but null"]),

@@ -108,7 +108,12 @@ def test_an_earlier_run_of_this_process_holds_nothing(tmp_path):
         assert lock.is_held()
 
 
-def test_on_another_machine_it_is_refused_unless_told(tmp_path):
+@pytest.fixture
+def quick_watch(monkeypatch):
+    monkeypatch.setattr(lock_module, "_WATCHED_S", 0.1)
+
+
+def test_on_another_machine_it_is_refused_unless_told(tmp_path, quick_watch):
     forge(tmp_path, host="node7", pid=4321)
     os.utime(tmp_path / LOCK, (0, time.time() - 7200))
     assert lock_holder(tmp_path).state == "elsewhere"
@@ -122,6 +127,33 @@ def test_on_another_machine_it_is_refused_unless_told(tmp_path):
     os.utime(tmp_path / LOCK, (0, time.time() - 7200))
     with RunLock(tmp_path, patience_s=3600):
         pass
+
+
+@pytest.mark.parametrize("hours", [-3, 3])
+def test_a_clock_that_is_set_by_hours(tmp_path, monkeypatch, quick_watch, holder, hours):
+    """A running process keeps its lock, here and on another machine; the lock of a dead one is replaced."""
+    true_time = time.time
+    monkeypatch.setattr(time, "time", lambda: true_time() + hours * 3600)
+    with pytest.raises(CheckpointError, match=f"in use by process {holder.pid} on this machine"):
+        RunLock(tmp_path, patience_s=1800).acquire()
+    assert lock_holder(tmp_path).state == "running"
+    holder.kill()
+    holder.wait()
+    raw = (tmp_path / LOCK).read_bytes()
+    (tmp_path / f".{LOCK}.{zlib.crc32(raw):08x}").touch()  # it was killed while it replaced the lock
+    with RunLock(tmp_path, patience_s=1800):
+        assert {path.name for path in tmp_path.iterdir()} == {LOCK}
+    forge(tmp_path, host="node7", pid=4321)
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "sleep", lambda _: os.utime(tmp_path / LOCK, (0, 10**9)))
+        with pytest.raises(CheckpointError, match="in use by process 4321 on node7"):
+            RunLock(tmp_path, patience_s=1800).acquire()
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "sleep", lambda _: (tmp_path / LOCK).unlink(missing_ok=True))  # it ends meanwhile
+        RunLock(tmp_path, patience_s=1800).acquire()
+    forge(tmp_path, host="node7", pid=4321)
+    with RunLock(tmp_path, patience_s=1800) as lock:
+        assert lock.is_held()
 
 
 def test_a_heartbeat(tmp_path):

@@ -161,6 +161,7 @@ def test_where_nothing_is_tracked_the_numbers_are_in_the_folder():
         ({"resume": True}, "needs the name of the run"),
         ({"run_name": "a/b"}, "not a valid folder name"),
         ({"run_name": ".."}, "not a valid folder name"),
+        ({"run_name": "a\nb"}, "not a valid folder name"),
         ({"nested_run": True}, "no run is active in mlflow"),
     ],
 )

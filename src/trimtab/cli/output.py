@@ -15,7 +15,7 @@ import typer
 
 from trimtab.addresses import redact
 from trimtab.errors import RecipeError, as_argument
-from trimtab.log import for_stream, logger
+from trimtab.log import for_stream, logger, printable
 from trimtab.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -175,7 +175,8 @@ def show_runs(runs: Sequence["RunSummary"], root: Path) -> None:
     rows = []
     for run in runs:
         best = "" if run.best_metric is None else f"{run.metric_name} {run.best_metric:.4f}"
-        rows.append((str(run.path), run.state, f"{run.step}/{run.num_steps}", best, format_seconds(run.age_s)))
+        age = format_seconds(max(0.0, run.age_s))  # negative after the clock was set back
+        rows.append((printable(str(run.path)), run.state, f"{run.step}/{run.num_steps}", best, age))
     show_table(("run", "state", "step", "best", "age"), rows)
 
 

@@ -19,6 +19,7 @@ from pydantic.fields import FieldInfo
 
 from trimtab.addresses import has_credentials, path_problem
 from trimtab.errors import UserError
+from trimtab.log import printable
 from trimtab.recipe.schema_keys import Allowed, alternatives, choices_of, is_section
 from trimtab.units import (
     BYTES_SYNTAX,
@@ -352,6 +353,8 @@ def _folder_name(value: str) -> str:
         raise ValueError(problem)
     if "/" in value or "\\" in value or value.strip() in {"", ".", ".."}:
         raise ValueError("cannot be a folder name")
+    if printable(value) != value:
+        raise ValueError("contains line breaks or other control characters")
     return value
 
 
@@ -447,10 +450,10 @@ FastDevRun = Annotated[bool | int, Parsed("true, false, or a number of steps", _
 ExperimentName = Annotated[
     str,
     AfterValidator(_experiment_name),
-    Allowed("text without slashes, or a path such as /Users/me@example.com/reviews"),
+    Allowed("one line of text without slashes, or a path such as /Users/me@example.com/reviews"),
 ]
 Folder = Annotated[str, MinLen(1), AfterValidator(_path), Allowed("the path of a folder")]
-FolderName = Annotated[str, AfterValidator(_folder_name), Allowed("text without slashes")]
+FolderName = Annotated[str, AfterValidator(_folder_name), Allowed("one line of text without slashes")]
 _URI = "local | none | databricks, or an address such as http://host:5000 or sqlite:///runs/mlflow.db"
 TrackingUri = Annotated[str, Parsed(_URI, _tracking_uri, "string boolean null")]
 Metric = Annotated[str, AfterValidator(_metric_name), Allowed("the name of a metric, such as accuracy, f1 or loss")]

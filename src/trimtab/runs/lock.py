@@ -21,6 +21,7 @@ from trimtab.units import format_seconds
 LOCK = "run.lock"
 _HALF_WRITTEN_S = 2.0  # a lock without valid content for this long was left by a process that died while writing it
 _CLAIM_S = 60.0  # replacing a stale lock takes milliseconds, so an older claim belongs to a killed process
+_WATCHED_S = 150.0  # more than two heartbeats: a clock that was set makes the heartbeat of a running process look old
 _held: set[str] = set()  # tokens of the locks that this process holds
 
 
@@ -31,7 +32,8 @@ class LockHolder:
     Attributes:
         process: The process.
         token: Unique id of the lock.
-        silent_s: Seconds since the last heartbeat, from the file's mtime and this machine's clock.
+        silent_s: Seconds since the last heartbeat, from the file's mtime and this machine's clock; wrong if one of the
+            clocks was set in between.
     """
 
     process: Process
@@ -60,7 +62,8 @@ class RunLock:
     Args:
         folder: The run folder, which must exist.
         take_over: Whether to replace a lock of another host, whose process the caller knows to be dead.
-        patience_s: Seconds without a heartbeat after which a lock of another host is replaced; None means never.
+        patience_s: Seconds without a heartbeat after which a lock of another host is replaced, if no heartbeat comes
+            while this process watches either; None means never.
     """
 
     def __init__(
@@ -174,7 +177,7 @@ class RunLock:
     def _wait_for(self, claim: Path) -> None:
         """Wait a moment for another process to replace the lock; remove a claim whose process was killed."""
         with suppress(FileNotFoundError):
-            if time.time() - claim.stat().st_mtime > _CLAIM_S:
+            if abs(time.time() - claim.stat().st_mtime) > _CLAIM_S:  # in the future: the clock was set back
                 claim.unlink()
         time.sleep(0.01)
 
@@ -186,13 +189,30 @@ class RunLock:
                 f"{self.path.parent} is in use by process {process.pid} on this machine",
                 f"wait until it is done, or stop it (kill {process.pid}), or choose another --out",
             )
-        may_take = self._take_over or (self._patience_s is not None and holder.silent_s > self._patience_s)
-        if state == "elsewhere" and not may_take:
+        if state == "elsewhere" and not (self._take_over or self._is_silent(holder)):
             raise CheckpointError(
                 f"{self.path.parent} is in use by process {process.pid} on {process.host}, whose last heartbeat is "
                 f"{format_seconds(max(0.0, holder.silent_s))} old",
                 f"check that it has ended (machine switched off, job cancelled), then delete {self.path}",
             )
+
+    def _is_silent(self, holder: LockHolder) -> bool:
+        """Whether the last heartbeat of another host is old, or in the future, and none comes for a while."""
+        if self._patience_s is None or abs(holder.silent_s) <= self._patience_s:
+            return False
+        say(
+            f"{self.path.parent} was in use by process {holder.process.pid} on {holder.process.host}; waiting "
+            f"{format_seconds(_WATCHED_S)} to see whether it still runs"
+        )
+        end = time.monotonic() + _WATCHED_S
+        with suppress(FileNotFoundError):  # it has ended now
+            beat_ns = self.path.stat().st_mtime_ns
+            while time.monotonic() < end:
+                time.sleep(min(1.0, _WATCHED_S / 10))
+                self.path.read_bytes()  # network file systems return old times of files that are not opened
+                if self.path.stat().st_mtime_ns != beat_ns:
+                    return False
+        return True
 
 
 def _write_new(path: Path, token: str) -> None:

@@ -16,7 +16,7 @@ import torch
 
 from trimtab.errors import RecipeError, as_argument
 from trimtab.hardware.environment import describe_environment
-from trimtab.log import say
+from trimtab.log import printable, say
 from trimtab.runs.journal import plain
 from trimtab.runs.run_folder import RunFolder, default_folder, is_own_loop, read_status
 from trimtab.runs.tracking_file import RunDescription, Tracking
@@ -87,8 +87,9 @@ class MlflowTracker:
             raise RecipeError(f"init_kwargs['mlflow'] has {', '.join(sorted(others))}, which is not supported", cure)
         if resume and run_name is None:
             raise RecipeError("resume=True needs the name of the run", "pass run_name=…")
-        if run_name is not None and (not run_name.strip("./ ") or "/" in run_name):
-            raise RecipeError(f"run_name={run_name!r} is not a valid folder name", "leave out slashes")
+        if run_name is not None and (not run_name.strip("./ ") or "/" in run_name or printable(run_name) != run_name):
+            cure = "leave out slashes, line breaks and other control characters"
+            raise RecipeError(f"run_name={run_name!r} is not a valid folder name", cure)
         self._uri = uri or self._uri
         self._run_name, self._resume = run_name, resume
         self._parent = _active_run() if nested_run and parent is None else parent
