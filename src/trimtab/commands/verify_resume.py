@@ -1,6 +1,7 @@
 """`trimtab check --resume`: train a few steps of a recipe twice, once killed and resumed, and compare every bit."""
 
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -17,7 +18,7 @@ from trimtab.checkpoint.checkpoints_folder import CheckpointsFolder
 from trimtab.checkpoint.folder import temporary_folder
 from trimtab.checkpoint.tensor_file import as_bytes
 from trimtab.errors import RecipeError, TrimtabError, UserError
-from trimtab.log import say
+from trimtab.log import logger, say
 from trimtab.recipe.load import load_recipe
 from trimtab.recipe.schema import Recipe
 from trimtab.runs.journal import VOLATILE_KEYS
@@ -111,6 +112,8 @@ def _run_child(home: str, name: str, device: str, kill_at: str, resume: str) -> 
     loaded = load_recipe(Path(home) / "recipe.yaml", {"out": str(Path(home) / name)}, [])
     saved = Path(home) / name / CHECKPOINTS / f"step-{_SAVED_AT}"
     callbacks = [_Killer(int(kill_at), saved)] if int(kill_at) else []
+    logger.addHandler(logging.StreamHandler())  # the parent process reads where the run was resumed
+    logger.setLevel(logging.INFO)
     try:
         fit(loaded, callbacks=callbacks, progress="quiet", device=device or None, resume=bool(int(resume)))
     except UserError as error:
